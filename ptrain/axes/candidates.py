@@ -205,6 +205,7 @@ def apply_choices(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None
     )
     for choice in choices:
         own = choice.factors if states is None else choice.placed_factors(states)
+        # An axis of one rank has no groups and no effect.
         factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])

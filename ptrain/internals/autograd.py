@@ -39,6 +39,8 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 def innermost_saved_tensor_hooks() -> Hooks | None:
     """Return the innermost pack and unpack hooks on saved tensors, None if there are none."""
+    # The argument is `ignore_is_tracing` (torch/_C/_autograd.pyi, 2.13). False: torch returns no
+    # hooks while it traces.
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 

@@ -83,6 +83,7 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
+# A cache would return a program with real kernels, or keep a silent one for later runs.
 _CACHES = ("fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache")
 _CHECKS = ("size_asserts", "alignment_asserts", "cpp_wrapper")
 
@@ -133,6 +134,8 @@ def lacks_compiler() -> bool:
 def _forget_programs() -> None:
     torch._dynamo.reset()
     if codecache := sys.modules.get("torch._inductor.codecache"):
+        # `torch._dynamo.reset` drops Dynamo's programs, and inductor's loaded modules stay in this
+        # cache.
         codecache.PyCodeCache.cache_clear()
 
 
@@ -152,6 +155,8 @@ def _unchecked(*_: Any) -> None: ...
 @torch.no_grad()
 def _reinterpreted(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     """Replace the C function by an operator, because fake tensors support only operators."""
+    # The C function counts the offset from the tensor's first element, and `as_strided` from that
+    # of the storage.
     return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
@@ -176,6 +181,8 @@ def seen_buffers() -> Iterator[None]:
 
 def _by_operator(device: str) -> Allocate:
     def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        # torch.empty_strided is also called by code that is not generated, hence a flag and not the
+        # operator's name.
         with replace_attributes(_Buffers, are_born=True):
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -199,5 +206,6 @@ def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
     for program in codecache.PyCodeCache.modules if codecache else ():
         for device, function in new.items():
             name = f"empty_strided_{device}"
+            # A program of another device has no such global, and other code may have replaced it.
             if getattr(program, name, None) is old[device]:
                 setattr(program, name, function)

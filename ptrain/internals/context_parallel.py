@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from ptrain.internals.part import PrivatePart, replace_attributes
 
 _TOKENS = 2  # dimension of tokens in [B, H, T, D]
+# One object for the full process, so options are set for each call and restored after it.
 _OPTIONS = ring._cp_options
 
 PARTS = (
@@ -114,6 +115,8 @@ def merge_attention(
     """
     merger = ring._SDPAMerger(_accumulates_in_fp32(dtype), seq_dim=_TOKENS)
     for output, sums in parts:
+        # `partial` merges with the late half of the queries only, which torch's own loop needs for
+        # zigzag.
         merger.step(output, sums, partial=False)
     return merger.results()
 
@@ -128,6 +131,8 @@ def _temporary_options(dtype: torch.dtype, *, is_balanced: bool) -> AbstractCont
         _OPTIONS,
         convert_to_f32=_accumulates_in_fp32(dtype),
         enable_load_balance=is_balanced,
+        # The other method all-gathers the keys and values of all ranks into one buffer, which takes
+        # the memory that a ring avoids (`_AllGatherRotater`, 2.13).
         rotate_method=ring._RotateMethod.ALL_TO_ALL,
     )
 

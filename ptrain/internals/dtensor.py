@@ -69,4 +69,5 @@ def clear_shape_caches() -> None:
     needs them. A process that plays several ranks must clear the cache between them.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    # The C++ dispatch has a second cache in front of the Python one.
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -36,6 +36,8 @@ PARTS = (
     ),
 )
 
+# The operators and not torch's Python functions: these wrap results in AsyncCollectiveTensor, which
+# dispatch modes and autograd functions would see.
 _OPERATORS = torch.ops._c10d_functional
 
 
@@ -70,6 +72,7 @@ def exchange_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     Returns:
         The parts that all ranks have for this one, in the order of ranks.
     """
+    # One row of the first dimension for each rank.
     singles = [1] * group.size()
     return wait_for(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
 

@@ -22,4 +22,6 @@ def replace_truncated_normal(stand_in: Callable[..., Any]) -> AbstractContextMan
 
     Code that imported `torch.nn.init.trunc_normal_` earlier, as transformers does, calls it too.
     """
+    # The private function and not `trunc_normal_`: a module that imported the public name keeps it,
+    # but looks this one up at each call.
     return replace_attributes(init, **{_NAME: partial(stand_in, getattr(init, _NAME))})

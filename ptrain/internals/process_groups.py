@@ -110,4 +110,6 @@ def group_size(arguments: Sequence[Any]) -> int:
 def _named_group(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
     """Return the group that a collective's arguments name, None without one."""
     names = (argument for argument in arguments if isinstance(argument, str))
+    # Operators name their group by a string argument, and other arguments may be strings too (the
+    # reduction, such as "sum").
     return next((resolve_group(name) for name in names if is_group_name(name)), None)

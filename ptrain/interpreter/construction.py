@@ -122,6 +122,7 @@ class ExpertBalancer:
         if not self._gates:
             return None
         joined_LE = torch.stack([gate.get_buffer(name) for gate in self._gates.values()])
+        # Views of one tensor, so that one all-reduce and one update serve all layers.
         for row_E, gate in zip(joined_LE.unbind(), self._gates.values(), strict=True):
             setattr(gate, name, row_E)
         return joined_LE
@@ -142,6 +143,7 @@ class ExpertBalancer:
         if halted is not None:
             below_LE.masked_fill_(halted != 0, 0)
         self._bias_LE.add_(below_LE, alpha=self.step.rate)
+        # Counts of a step that was halted must not count for the next one either.
         self._load_LE.zero_()
 
     def state(self) -> Mapping[str, Tensor]:
@@ -285,6 +287,7 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
     if not (cut := stages_of(spec, facts)):
         return None
     chain = chain_of(spec, facts)
+    # The comparison needs values, which built-in models do not have yet.
     if keeps_its_weights(module) and detect_fake_mode() is None:
         require_alike(module, cut, chain, spec)
     return Stages(chain, cut)

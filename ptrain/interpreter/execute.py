@@ -139,6 +139,7 @@ def _slice_tokens(step: ContextParallel, piece: ModelPart, rank: Construction) -
     _require(
         piece.wrapped is None, step, "units are already wrapped, with attention over full samples"
     )
+    # Once for all stages: creating groups is a collective over all ranks.
     if rank.context is None:
         slices, samples = rank.plan.boundary_slices, rank.spec.batch.micro
         cut = MicroBatchCut(samples=samples, slices=slices)
@@ -190,6 +191,8 @@ def _wrap_units(step: Wrap, piece: ModelPart, rank: Construction) -> None:
     if piece.is_meta:
         values = rank.initial_values(piece.module)
         filling = ModuleFiller(piece.module, values, rank.world.device, piece.copies, rank.order)
+    # Filled as late as possible: by unit while flat buffers are made, or after the wrap if only
+    # shards need values. A full model in memory is the last resort.
     if filling and step.is_filled_by_unit:
         write = filling.fill_by_unit()
     elif filling and not step.is_filled_as_shards:

@@ -92,7 +92,7 @@ def build_module_on_meta(
         The module, and its initial weights.
 
     Raises:
-        NeedsValues: It cannot be built without values.
+        NeedsValuesError: It cannot be built without values.
         SpecError: It cannot be built, or the folder does not belong to this model.
     """
     folder = spec.model.pretrained
@@ -142,6 +142,7 @@ class ModuleFiller:
         """
         self._module, self._values, self._device = module, values, device
         self._copies, self._order = copies, order
+        # Read now, because `to_empty` gives every name a separate tensor.
         self._tied = [names for names, _ in named_tensors(module)]
 
     def fill_all(self) -> None:
@@ -162,6 +163,7 @@ class ModuleFiller:
         for module in self._module.modules():
             module.to_empty(device=self._device, recurse=False)
             for parameter in module.parameters(recurse=False):
+                # Module by module, so that at most one module's parameters have memory at once.
                 local_tensor(parameter).untyped_storage().resize_(0)
         self._restore_ties_and_buffers(buffers)
         return self._write_rows
@@ -180,6 +182,8 @@ class ModuleFiller:
         for name, values in buffers.items():
             owner, leaf = self._owner_and_leaf(name)
             owner._buffers[leaf] = moved[id(values)]
+        # Tables that a module computes have no values on meta, so they are not among the restored
+        # ones.
         reset_buffers(self._module)
 
     def _owner_and_leaf(self, name: str) -> tuple[nn.Module, str]:
@@ -238,6 +242,7 @@ def _repeated_parameter(
 ) -> nn.Parameter:
     """Return a parameter whose rows overlap, with values from the start of its file."""
     shape = parameter.shape
+    # With stride 1 in every dimension, the last element is at the sum of the last indices.
     count = 1 + sum(size - 1 for size in shape) if parameter.numel() else 0
     window = _first_window(shape, count)
     read = torch.empty([size for _, size in window], dtype=parameter.dtype)
@@ -347,7 +352,7 @@ def build_and_inspect(
         allow_import: Allow the spec to import the user's code.
 
     Raises:
-        SpecError: See `look_at`; or the model cannot be built, or its folder cannot be read.
+        SpecError: See `inspect_module`; or the model cannot be built, or its folder cannot be read.
     """
     because = ""
     if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
@@ -360,7 +365,7 @@ def build_and_inspect(
 
 
 def full_build_reason(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
-    """Return the reason why `look_at_built` builds the model with all weights, "" if it does not.
+    """Return the reason why `build_and_inspect` builds all weights, "" if it does not.
 
     Large tensors are not drawn, and small ones are drawn from other seeds.
 
@@ -395,10 +400,10 @@ def _inspect_without_values(
     Args:
         spec: The spec.
         allow_import: Allow the spec to import the user's code.
-        draws: See `build_hollow`.
+        draws: See `build_drawn`.
 
     Raises:
-        NeedsValues: It cannot be built without values.
+        NeedsValuesError: It cannot be built without values.
         _RejectedError: The inspection rejects it.
     """
     module, weights = build_module_on_meta(spec, allow_import=allow_import, draws=draws)

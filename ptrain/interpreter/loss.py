@@ -80,6 +80,8 @@ class LossScale:
                 self.found_inf.copy_(flag)
         for axis in self.axes:
             group = self.mesh.group((axis,))
+            # All ranks must skip the same steps, also ranks whose gradients are finite. One axis
+            # after the other gives the maximum over all axes.
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, group=group)
 
     def scalars_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +102,7 @@ class LossScale:
         """Set the scale of the next step; keep it if `halted` is 1."""
         self._on_host = None
         held = (self.scale, self.growth_tracker)
+        # The update below works in place, and whether it counts is known only on the device.
         before = [] if halted is None else [scalar.clone() for scalar in held]
         torch._amp_update_scale_(*held, self.found_inf, SCALE_GROWTH, SCALE_BACKOFF, SCALE_INTERVAL)
         if halted is not None:
@@ -226,8 +229,10 @@ def global_norm(
         square = _squared_norm(own, like, by_row=by_row)
     if axes := step.reduced_axes:
         square = _all_reduce_scalar(square, like, axes, mesh)
+    # The square is summed over the ranks and not the norm, since squares of disjoint parts add up.
     norm = square.sqrt_()
     if scaling is not None:
+        # Gradients stay scaled, so their norm is divided instead of them.
         norm.div_(scaling.scalars_for(like)[0])
     return norm
 
@@ -372,7 +377,7 @@ class Loss:
         return output
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """Return the loss, like `run`, from the output of `forward`."""
+        """Return the loss, like `compute_loss`, from the output of `forward`."""
         return output if self._inside else local_loss(self.objective.of_forward(output, samples))
 
 

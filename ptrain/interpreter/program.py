@@ -80,6 +80,7 @@ def require_equal_models(
     ]
     mine = {"layout": encode(layout), "tensors": tensors}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    # A digest first: it has one size for every model. The full lists are sent only if ranks differ.
     if len(set(gather(digest, world.size, world.device))) == 1:
         return
     everyone = gather(mine, world.size, world.device)
@@ -131,6 +132,7 @@ def gather(
     body = json.dumps(encode(value, kind)).encode()
     mine = torch.tensor([len(body)], device=device)
     sizes = [torch.zeros_like(mine) for _ in range(size)]
+    # Sizes first, because an all-gather needs tensors of one size.
     dist.all_gather(sizes, mine, group=group)
     lengths = [int(length) for length in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -407,8 +409,10 @@ class Program:
             return
         assert isinstance(self.update, TargetsUpdate), "a scaled loss needs master copies"
         if halted is not None:
+            # One flag for both reasons to skip, so that optimizers read a single scalar.
             torch.maximum(self.scaling.found_inf, halted, out=self.scaling.found_inf)
         self.update.step(lr, self.scaling)
+        # After the optimizer, which divides by the scale of this step.
         self.scaling.update(halted)
 
     @torch.no_grad()
@@ -427,7 +431,9 @@ class Program:
 
         with self._operators(), self.loss.evaluate_batch(batch):
             self.passes.evaluate(batch, total.add_)
+        # Ranks that compute the same loss each add their share of it.
         total.div_(self._sharers)
+        # No backward pass follows that would free the gathered parameters.
         self.wrapped.end_evaluation()
         self.model.train()
         return total
@@ -452,6 +458,8 @@ class Program:
         optimizer: dict[str, torch.Tensor] = {}
         for target, tensors in self.update.tensors():
             exported = self.canonical(target.export())
+            # The master copy is exported as optimizer state, and the model gets its rounded values,
+            # so that a checkpoint has the same tensors for every placement.
             if target.owns_master:
                 if not target.is_frozen:  # frozen parameters have no master copy
                     optimizer.update(_with_key(exported, MASTER))
@@ -573,6 +581,7 @@ def prepare_construction(
         spec = accept_module(model, spec)
         seen = inspect_module(model, spec)
     are_given = model is not None and keeps_its_weights(seen.module)
+    # Before any mesh or wrap: a difference would otherwise show as a collective that hangs.
     require_equal_models(seen.module, seen.plan.update.layout, world, are_given=are_given)
     require_equal_samples(spec.data.function, world)
     return Construction(

@@ -101,6 +101,7 @@ class EagerCore(SdpaCore):
         scale = self.scores.scale or q_BHTD.shape[-1] ** -0.5
         scores_BHTT = cap_values((q_BHTD * scale) @ k_BHTD.transpose(-2, -1), self.scores.cap)
         p_BHTT = _softmax(scores_BHTT, mask_TT)
+        # Scores have as many elements as probabilities, and forward needs them no more.
         del scores_BHTT
         if self.dropout:
             p_BHTT = F.dropout(p_BHTT, self.dropout, self.training)
@@ -132,7 +133,7 @@ class FlexCore(SdpaCore):
 def attention_core(shape: ModelShape, layer: int) -> SdpaCore:
     """Return the attention module of a layer.
 
-    No kernel behind torch's `scaled_dot_product_attention` caps scores, so models that cap them use
+    No kernel of torch's `scaled_dot_product_attention` caps scores, so models that cap them use
     `EagerCore`.
 
     Args:
@@ -187,6 +188,8 @@ def repeat_heads(x_BGTD: Tensor, repeats: int) -> Tensor:
     if repeats == 1:
         return x_BGTD
     x_BTGRD = x_BGTD.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, repeats, -1)
+    # Laid out by tokens and then by heads, as the output of a projection is, so that kernels see
+    # one layout for queries, keys and values.
     x_BTHD = x_BTGRD.clone(memory_format=torch.contiguous_format).flatten(2, 3)
     return x_BTHD.transpose(1, 2)
 

@@ -44,7 +44,7 @@ def _is_of_shapes(error: BaseException) -> bool:
 
 @contextmanager
 def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
-    """Temporarily turn exceptions into CodeRaised, with the fault that `refusal` builds from each.
+    """Temporarily turn exceptions into UserCodeError, with the fault that `refusal` builds.
 
     PtrainError and reads of values from fake tensors pass through unchanged.
 
@@ -52,7 +52,7 @@ def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[No
         refusal: Builds the fault from the exception.
 
     Raises:
-        CodeRaised: The body raised any other exception, or SystemExit.
+        UserCodeError: The body raised any other exception, or SystemExit.
     """
     try:
         yield
@@ -63,7 +63,13 @@ def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[No
 
 
 def report_exceptions(place: str, what: str, remedy: str) -> AbstractContextManager[None]:
-    """Return `boundary` with the fault "`what` raised …", reported at a place of the spec."""
+    """Return `convert_exceptions` with the fault "`what` raised …" at a place of the spec.
+
+    Args:
+        place: The key of the spec.
+        what: The code that is called, as a noun.
+        remedy: The remedy of the fault.
+    """
     return convert_exceptions(
         lambda error: Fault(place, f"{what} raised {describe_error(error)}", remedy)
     )

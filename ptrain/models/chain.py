@@ -187,9 +187,9 @@ class LayerFlow:
 
 
 class FlowWatch:
-    """The hooks that record a Flow during one forward pass with gradients.
+    """The hooks that record a LayerFlow during one forward pass with gradients.
 
-    Call the model within `watching`, then pass its output to `end`.
+    Call the model within `watch`, then pass its output to `finish`.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -263,6 +263,8 @@ class FlowWatch:
         self._require_alone(layer, hidden, given)
         self._require_from(before, hidden, f"the input of {layer}", self.flow.used_in_front)
         self.flow.shapes.append(tuple(hidden.shape))
+        # A new leaf for each layer, so that a path in the graph ends at the last boundary that it
+        # crossed.
         leaf = hidden.detach().requires_grad_()
         self._leaves[id(leaf)] = layer
         self._kept.append(leaf)

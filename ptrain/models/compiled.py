@@ -122,6 +122,8 @@ class CompiledForward:
         for (module, reader), tensors in zip(self._readers, read, strict=True):
             for name, tensor in zip(reader.names, tensors, strict=True):
                 held.append((module, name, module._parameters[name]))
+                # Dynamo reads parameters from this dictionary. Assigned here, the tensors become
+                # inputs of the program.
                 module._parameters[name] = tensor
         output = self._forward(x, *given)
         for module, name, parameter in held:

@@ -103,9 +103,13 @@ class _CrossEntropySum(torch.autograd.Function):
         words: int,
     ) -> Tensor:
         is_padded = words < logits_NV.shape[1]
+        # No gradient trains the logits of padding. If a large one set the maximum, the exponentials
+        # of real words would underflow.
         own_NW = logits_NV[:, :words] if is_padded else logits_NV
         largest_N1 = widen(own_NW.amax(-1, keepdim=True))
         if group is not None:
+            # All ranks need one maximum, because they add their exponentials. It cancels in the
+            # result, so it needs no gradient.
             largest_N1 = all_reduce_max(largest_N1, group)
         if logits_NV.dtype is largest_N1.dtype:
             buffer_NV = logits_NV - largest_N1
@@ -116,11 +120,14 @@ class _CrossEntropySum(torch.autograd.Function):
                 :, words:
             ] = -math.inf  # exp(-inf) = 0: padding adds neither loss nor gradient
         ignored, elsewhere, places = _locate_targets(targets_N, logits_NV.shape[1], group, first)
+        # Before the exponential, which overwrites the buffer. A rank without the target adds 0.
         of_targets_N1 = buffer_NV.gather(1, places).masked_fill_(elsewhere, 0)
         sums_N1 = buffer_NV.exp_().sum(-1, keepdim=True)
         if group is not None:
             sums_N1 = all_reduce_sum(sums_N1, group)
             of_targets_N1 = all_reduce_sum(of_targets_N1, group)
+        # The places are computed again in backward: they are [N, 1] int64 and booleans, more bytes
+        # than the targets.
         ctx.save_for_backward(buffer_NV, sums_N1, targets_N)
         ctx.dtype, ctx.group, ctx.first = logits_NV.dtype, group, first
         return (sums_N1.log() - of_targets_N1).masked_fill_(ignored, 0).sum()
@@ -134,7 +141,10 @@ class _CrossEntropySum(torch.autograd.Function):
         """
         buffer_NV, sums_N1, targets_N = ctx.saved_tensors
         targets = _locate_targets(targets_N, buffer_NV.shape[1], ctx.group, ctx.first)
+        # d loss / d logit = softmax - 1 at the target. The softmax is the saved exponential over
+        # the sum of all ranks, so backward communicates nothing.
         buffer_NV.mul_((gradient / sums_N1).masked_fill_(targets.is_ignored, 0))
+        # Where the target is elsewhere, `columns` is 0 and -gradient would be added to that word.
         less_N1 = (-gradient).expand_as(sums_N1).masked_fill(targets.is_elsewhere, 0)
         buffer_NV.scatter_add_(1, targets.columns, less_N1)
         return buffer_NV.to(ctx.dtype), None, None, None, None

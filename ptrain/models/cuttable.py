@@ -87,6 +87,7 @@ class _ShardPass:
                 "for all tokens: a module between the sub-blocks does not "
                 "compute each token independently"
             )
+        # Each difference is reported once: the pass goes on with correct values.
         return whole
 
 
@@ -138,6 +139,8 @@ def _fill_distinct_tokens(once: OnePass, module: nn.Module) -> None:
     count = least_embeddings(module) or 1
     for tokens in once.samples.tensors:
         numbers = torch.arange(tokens.shape[-1], device=tokens.device)
+        # A prime distance reaches every token of a vocabulary that it does not divide before one
+        # repeats.
         tokens.copy_((numbers * _STRIDE % count).expand_as(tokens))
 
 

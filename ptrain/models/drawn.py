@@ -3,8 +3,8 @@
 The constructor runs once without memory for its parameters. Every operator that writes to a
 parameter is recorded with the state of its generator. Random operators run on a scratch tensor, so
 that the generators advance as with real parameters. `DrawnWeights` then replays the record of one
-parameter, bit for bit. A constructor that cannot be recorded raises NeedsValues, and the model is
-built with real parameters instead.
+parameter, bit for bit. A constructor that cannot be recorded raises NeedsValuesError, and the model
+is built with real parameters instead.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class _RecordedCall:
         def real(value: Any) -> Any:
             if isinstance(value, torch.Generator) and repeats:
                 assert self.state is not None
+                # A new generator, because the recorded one has advanced.
                 return torch.Generator().set_state(self.state)
             return value.apply_to(flat) if isinstance(value, _ParameterView) else value
 
@@ -186,14 +187,18 @@ class _Recorder(OperatorMode):
         """Move a parameter to meta as soon as a module registers it, and start its history.
 
         Raises:
-            NeedsValues: Other code has the parameter's memory, or too many values must be stored.
+            NeedsValuesError: Other code has the parameter's memory, or too many values must be
+                stored.
         """
         if self.is_tracked(parameter) or not has_memory(parameter):
             return
+        # Such code may write to the memory later, and nothing would record it.
         if storage_key(parameter) in self._exposed:
             raise NeedsValuesError("its constructor passes the memory of a parameter to other code")
         base = None
         if self._blank.pop(storage_key(parameter), None) is None:
+            # The tensor had values before it became a parameter, for example from a file, which no
+            # recorded operator reproduces.
             base = self._store_values(parameter.detach().clone())
             base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
         empty_parameter(parameter)
@@ -219,7 +224,7 @@ class _Recorder(OperatorMode):
         An operator that fills the full storage replaces the previous history.
 
         Raises:
-            NeedsValues: The write cannot be replayed.
+            NeedsValuesError: The write cannot be replayed.
         """
         written = [*written_tensors(function, args, kwargs)]
         keys = {storage_key(tensor) for tensor in written}
@@ -238,6 +243,7 @@ class _Recorder(OperatorMode):
         if function in _FILLING and written[0].numel() * target.dtype.itemsize == (
             target.storage.nbytes()
         ):
+            # All elements are overwritten, so earlier writes cannot matter.
             target.base, target.calls = None, []
         target.calls.append(call)
         if not is_random:
@@ -288,6 +294,7 @@ class _Recorder(OperatorMode):
                 if not has_memory(value):  # torch makes a number that is assigned a meta tensor
                     raise NeedsValuesError("its constructor assigns values from the meta device")
                 return self._store_values(value.detach().clone())
+            # A copy of the history: the source may be written to after this call.
             source = None if key == target else history.snapshot()
             return _ParameterView(
                 tuple(value.shape), value.stride(), value.storage_offset(), source
@@ -306,7 +313,11 @@ class _Recorder(OperatorMode):
         return _RecordedCall(function, own_args, own_kwargs, state)
 
     def _store_values(self, values: Tensor) -> Tensor:
-        """Return values that must be stored; raise NeedsValues above `MOST_KEPT` bytes in total."""
+        """Return values that must be stored.
+
+        Raises:
+            NeedsValuesError: The stored values exceed `MOST_KEPT` bytes in total.
+        """
         self._kept += values.nbytes
         if self._kept > MOST_KEPT:
             raise NeedsValuesError(
@@ -426,7 +437,7 @@ def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWe
         draws: Whether random operators run. Without, the weights are drawn from other seeds.
 
     Raises:
-        NeedsValues: The constructor needs real parameters, or raises.
+        NeedsValuesError: The constructor needs real parameters, or raises.
     """
     recorder = _Recorder(draws=draws)
     with recorder.record():

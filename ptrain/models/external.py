@@ -352,6 +352,7 @@ def _seed_generators(seed: int) -> Iterator[None]:
         try:
             torch.manual_seed(seed)
             random.seed(seed)
+            # numpy accepts 32 bits.
             np.random.seed(seed % 2**32)
             yield
         finally:

@@ -233,6 +233,7 @@ def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) ->
     Raises:
         SpecError: See `logits_of`.
     """
+    # From 1 on, because 0 is often the padding token, which some models mask.
     tokens = 1 + positions % _KINDS
     with forward_of(model, tokens, spec), torch.enable_grad():  # `require_logits` needs a graph
         output = model(tokens, **({argument: positions} if argument else {}))
@@ -349,6 +350,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
 
 def _is_output(logits: Tensor, output: Tensor, version: int) -> bool:
     """Return True if the logits are the unmodified output, or equal to it in another dtype."""
+    # A later in-place operator changes the version: the logits are then not what the head returned.
     if output.shape != logits.shape or output._version != version:
         return False
     if output.dtype != logits.dtype:

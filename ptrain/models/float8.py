@@ -82,6 +82,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, dim: int | None) -> _Factor:
     # One pass over x, without a copy of its absolute values.
     least, most = torch.aminmax(x, dim=dim, keepdim=dim is not None)
     largest = torch.maximum(-least, most)
+    # Divided in fp64 and rounded once, as torchao does, so that scales agree to the bit.
     scale = (torch.finfo(dtype).max / largest.double().clamp(min=_EPS)).float()
     if dim is not None:
         scale = scale.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
@@ -130,6 +131,7 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             right = _quantized(weight_NK, _E4M3, columns)
             of_x = _product(left, right, gradient_MN.dtype, is_fast=along)
+            # The fp8 copy of the weight is freed before that of the input is made.
             del right
         if needs_weight:
             left = _quantized(gradient_MN, dtype, columns) if along else left

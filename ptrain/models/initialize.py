@@ -461,7 +461,11 @@ def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Mod
         return torch.zeros(*shape, device="cpu")
     drawn = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
+    # GPT-2's scaling: the variance of the residual stream, a sum of as many outputs, stays
+    # independent of the depth.
     std = STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
+    # A digest of the name, so that the values of a parameter do not depend on which others are
+    # drawn before it, and any rank can draw any parameter alone.
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
     # The rows of tokens are drawn as without padding, which is zero.

@@ -60,6 +60,7 @@ def has_tier(storage: torch.UntypedStorage) -> bool:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank stores, without DTensor and async wrappers."""
+    # With gradients enabled, `to_local` would add a node to the graph.
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
@@ -99,6 +100,8 @@ class OperatorMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # NotImplemented makes torch call the wrapper class, whose operators on plain tensors reach
+        # this mode again.
         if any(map(is_wrapper, types)):
             return NotImplemented
         if is_tracing():  # operators that the compiler traces do not run
@@ -161,10 +164,14 @@ class Ledger(OperatorMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> bool:
         """Start to follow a storage; return False if it is followed already."""
+        # The address of the C++ storage: unique while it lives, and `_forget` removes it when it
+        # dies.
         key = storage._cdata
         if key in self.sizes:
             return False
         self.sizes[key] = storage.nbytes()
+        # torch keeps one Python object per live storage, so the callback runs when the memory is
+        # freed.
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         return True
 
@@ -183,6 +190,8 @@ class Ledger(OperatorMode):
     def _run_and_follow(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Any:
+        # Before the operator: a storage that it only reads would otherwise count as allocated by
+        # it.
         for tensor in tensors_of((args, kwargs)):
             self.watch(tensor)
         result = function(*args, **kwargs)
@@ -209,6 +218,7 @@ class Ledger(OperatorMode):
     def __enter__(self) -> Self:
         """Start to follow storages. The cyclic garbage collector runs once and is disabled until
         the end, so that a storage is freed with its last reference."""
+        # Garbage from earlier code must not be freed in the middle of the record.
         gc.collect()
         self._resize = torch.UntypedStorage.resize_
         ledger = self
@@ -220,6 +230,7 @@ class Ledger(OperatorMode):
             if gc.isenabled():
                 gc.disable()
                 patches.callback(gc.enable)
+            # Storages that outlive the record must not call back into it.
             patches.callback(self._references.clear)
             patches.enter_context(replace_attributes(torch.UntypedStorage, resize_=resize_))
             patches.enter_context(seen_buffers())

@@ -1,9 +1,9 @@
 """Modules on the meta device, and the initialization of modules that were built there.
 
-`hollow` builds a module with parameters on meta and everything else as its constructor computes it.
-A constructor that reads parameter values fails, or leaves another tensor without values. A
-constructor that draws other tensors would draw other numbers, since values of parameters are not
-drawn. Both cases are detected and raise NeedsValues.
+`build_on_meta` builds a module with its parameters on meta, and everything else as its constructor
+computes it. A constructor that reads parameter values fails, or leaves another tensor without
+values. A constructor that draws other tensors would draw other numbers, since values of parameters
+are not drawn. Both cases are detected and raise NeedsValuesError.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def build_on_meta(build: Build) -> nn.Module:
     """Build a module with its parameters on meta.
 
     Raises:
-        NeedsValues: The constructor raises, or another tensor or number would differ from a build
-            with real parameters.
+        NeedsValuesError: The constructor raises, or another tensor or number would differ from a
+            build with real parameters.
     """
     draws = _ConstructorDraws()
     with without_values(), draws:
@@ -54,6 +54,7 @@ def build_on_meta(build: Build) -> nn.Module:
         raise NeedsValuesError("its constructor draws from a custom random generator")
     if draws.of_values:
         with without_values():
+            # With another seed: equal results show that no kept value depends on the drawn numbers.
             other = run_constructor(build, 1)
         if not _are_equal(_left_by(module), _left_by(other)):
             raise NeedsValuesError(
@@ -69,6 +70,7 @@ def empty_parameter(parameter: nn.Parameter) -> None:
         return
     bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     vars(bare).update(vars(parameter))
+    # Swapped and not replaced, because the constructor may keep other references to the object.
     swap_tensors(parameter, bare)
 
 
@@ -97,7 +99,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def run_constructor(build: Build, more: int) -> nn.Module:
-    """Return `build(more)`; raise NeedsValues if it raises."""
+    """Return `build(more)`; raise NeedsValuesError if it raises."""
     try:
         return build(more)
     except UserCodeError as error:
@@ -109,7 +111,7 @@ def run_constructor(build: Build, more: int) -> nn.Module:
 
 
 def require_hollow(module: nn.Module) -> None:
-    """Raise NeedsValues for a parameter with values, or another tensor without."""
+    """Raise NeedsValuesError for a parameter with values, or another tensor without."""
     parameters = [*module.parameters()]
     if not parameters or not all(parameter.is_meta for parameter in parameters):
         raise NeedsValuesError("one of its parameters is not a torch.nn.Parameter of a module")
@@ -194,7 +196,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
     one runs `reset_parameters()` of every layer, then its `_init_weights(layer)` for every layer.
 
     Args:
-        module: What `function` returned; without meta tensors it stays unchanged.
+        module: The module that `function` returned; without meta tensors it stays unchanged.
         function: The user's function, for messages.
 
     Raises:

@@ -34,6 +34,8 @@ def dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield name and probability of a module's dropout attributes, without submodules."""
+    # Classes choose the name (`attn_dropout`, `drop_prob`), which contains "drop" by convention.
+    # torch's modules call it `p`.
     rates = {key: value for key, value in vars(module).items() if "drop" in key}
     if isinstance(module, _DropoutNd):
         rates["p"] = module.p
@@ -108,6 +110,7 @@ def dropout_by(drop: Drop) -> Iterator[None]:
     def dropped(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
+        # Such a call draws no numbers.
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return before(input, p, training, inplace)
         return drop(DropoutCall(input, p, inplace, before))
@@ -158,6 +161,8 @@ class OutsideDraws:
 def seed_of_step(seed: int, step: int, index: int) -> int:
     """Return the seed of a step for the ranks that share random stream `index`; steps count from
     0."""
+    # A number with mixed bases: seeds differ for all steps below 1,000,003 and all streams below
+    # 65,537.
     return (seed * 1_000_003 + step) * 65_537 + index
 
 

@@ -134,6 +134,8 @@ def run_dropless(
 ) -> Tensor:
     """Return the outputs of each token's experts [N, K, C], without a capacity limit."""
     num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
+    # Stable, so that rows of an expert keep the order of tokens, and sums do not depend on the
+    # device's sort.
     order_M = chosen_M.argsort(stable=True)
     x_MC, ends_E = journey.send_rows(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
     # handed on, so that what rows become is given back where they set out
@@ -182,6 +184,8 @@ class RoutedRows(nn.Module):
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Return the outputs of rows sorted by expert. Raise PtrainError for an output without a
         graph, which would lose the gradients of other ranks' rows."""
+        # Each row has one expert with weight 1 here. The weights of the router are applied where
+        # the rows came from, so that their gradients stay on that rank.
         chosen_M1 = _experts_of(x_MC, ends_E)[:, None]
         y_MC: Tensor = super().forward(x_MC, chosen_M1, x_MC.new_ones(chosen_M1.shape))
         if torch.is_grad_enabled() and not y_MC.requires_grad:
@@ -293,6 +297,7 @@ class Balance(nn.Module):
         counts_BE = ones_BQ.new_zeros(len(chosen_BQ), num_experts).scatter_add(
             1, chosen_BQ, ones_BQ
         )
+        # The choices of the full sample: the counts are summed over all shards.
         choices = chosen_BQ.shape[1] * self.tokens.slices
         shares_BE = self.tokens.sum_counts(counts_BE) / choices
         return num_experts * (shares_BE * scores_BTE.mean(1)).sum()
@@ -331,6 +336,8 @@ class _AddLoss(torch.autograd.Function):
         if ctx.scale is None:
             of_loss = gradient.new_full((), ctx.weight, dtype=ctx.dtype)
         else:
+            # The loss is not part of the model's output, so it would not get the scale of the
+            # step's loss through backward.
             of_loss = ctx.scale.to(ctx.dtype) * ctx.weight
         return gradient, of_loss, None, None
 
@@ -407,6 +414,7 @@ class Gate(nn.Module):
         self.load_E: Tensor | None
         has_bias, experts = shape.bias_update_rate is not None, shape.experts
         self.register_buffer("bias_E", torch.zeros(experts) if has_bias else None)
+        # Not persistent: it is zero between steps, when checkpoints are written.
         load_E = torch.zeros(experts, dtype=torch.int64) if has_bias else None
         self.register_buffer("load_E", load_E, persistent=False)
 
@@ -419,13 +427,18 @@ class Gate(nn.Module):
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [N, K] and expert indices [N, K] of each token's chosen experts."""
         x_NC = x_BTC.flatten(0, 1)
+        # In at least fp32, because the choice is not continuous in the logits: a rounding can
+        # change an expert.
         logits_NE = F.linear(widen(x_NC), widen(self.weight))
         scores_NE: Tensor = self.score(logits_NE)
         if self.bias_E is None and self.groups is None:
             weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
         else:
             chosen_NK = self._choose_experts(scores_NE.detach())
+            # The weights come from the scores without bias: the bias balances the choice and must
+            # not change the output (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
             weights_NK = scores_NE.gather(1, chosen_NK)
+        # A recomputation would count the same choices again.
         if self.load_E is not None and self.training and not is_recomputing():
             chosen_M = chosen_NK.flatten()
             self.load_E.scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
@@ -515,6 +528,8 @@ class ExpertPlaces(nn.Module):
             num_tokens
         ) + before_BQ
         own = (x_BQ.unflatten(1, (num_chosen, num_tokens)) for x_BQ in (before_BQ, chosen_BQ))
+        # The place comes from the rank's tokens, which decide where a row lies in local memory.
+        # Whether the expert is full comes from all tokens of the sample.
         before_BQ = self.tokens.count_earlier(*own, num_experts=self.num_experts).flatten(1)
         is_late_BQ = before_BQ >= self._sample_capacity(num_tokens)
         places_BQ = places_BQ.masked_fill(is_late_BQ, self.count_places(num_samples, num_tokens))
@@ -552,6 +567,7 @@ class MoE(nn.Module):
         weights_NK, chosen_NK = self.router(x_BTC)
         journey = self.journey()
         if (shared := self.shared) is not None:
+            # Shared experts do not need the exchanged rows, so they fill the time of the exchange.
             journey.set_overlapped(lambda: shared(x_BTC))
         if self.places is None:
             rows_NKC = run_dropless(
@@ -570,6 +586,8 @@ class MoE(nn.Module):
         """Return the outputs of each token's experts [N, K, C]; zeros for choices without a
         place."""
         num_experts = self.experts.num_experts
+        # One place more than there are: choices without a place are written to it and dropped,
+        # which needs no mask and no read on the host.
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]

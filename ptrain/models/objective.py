@@ -86,6 +86,7 @@ class ModelCalls:
         return node is not None and any(sequence_number(node) in span for span in self._spans)
 
     def _begin(self, *_: object) -> None:
+        # A stack, because calls may be nested.
         self._begun.append(next_sequence_number())
 
     def _end(self, *_: object) -> None:
@@ -101,12 +102,14 @@ def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
         if tensor.requires_grad:
             yield tensor, None
         return
+    # A list and not recursion: graphs of deep models are deeper than Python's stack.
     seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         for following, _ in node.next_functions:
             if following is None:
                 continue
+            # Only AccumulateGrad nodes, at the leaves, have this attribute.
             if (variable := getattr(following, "variable", None)) is not None:
                 yield variable, node
             elif following not in seen:
@@ -490,6 +493,8 @@ class LossInHead:
 
         if not torch.is_grad_enabled():
             return loss(x_NC, targets_N)
+        # Without the random state, which a head does not use and which would be copied for each
+        # chunk.
         chunk_loss: Tensor = checkpoint(
             loss, x_NC, targets_N, use_reentrant=False, preserve_rng_state=False
         )

@@ -57,7 +57,7 @@ _KINDS = {
 }
 _BASE = "transformers.modeling_utils.PreTrainedModel"
 _IS_PLAIN = "_gives_logits"  # attribute of subclasses created here
-PACKED = "find_packed_sequence_indices"  # a function of `masks()`
+PACKED = "find_packed_sequence_indices"  # a function of `masks_module()`
 _FIELD = re.compile(r"field '(\w+)'")  # in errors of strict dataclasses (newer versions)
 # Fields of a config with which a class adds a term to its loss. It does so only if it is given
 # labels; ptrain gives none, and computes the loss of the logits.
@@ -355,6 +355,7 @@ MOST_MAPPED = 2**24  # bytes of a file that are mapped at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
 _AS_IT_IS = "Remove the size keys of the model, or use a folder with weights of these sizes."
+# A bare name, so that an index cannot make ptrain read files outside of its folder.
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PREFIXES = ("model.", "transformer.")
 # Tables that older versions saved; they are computed, not learned.

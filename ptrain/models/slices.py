@@ -45,6 +45,8 @@ class SeparateDraws:
         self._blocks = frozenset(blocks)
         self._named = named
         self._inside: set[str] = set()
+        # Masks are drawn in two steps (`empty_like`, then `bernoulli_`), and only the first one
+        # reads the tensor that decides.
         self._like_own: OfStorages[bool] = WeakKeyDictionary()
 
     def enter(self, name: str) -> None:

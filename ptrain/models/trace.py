@@ -144,6 +144,7 @@ def _overwrite_mask(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
     mask.fill_(extent is Extent.MOST)
     has_one = extent is Extent.LEAST or (extent is Extent.FIRST and is_first)
     if has_one and mask.numel():
+        # The first element by address, which exists in any shape.
         mask.as_strided((1,), (1,), mask.storage_offset()).fill_(1)
 
 

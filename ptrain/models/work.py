@@ -235,7 +235,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     """
     name = function._schema.name.split("::")[-1]
     if "c10d" in function.namespace:
-        return []  # collectives are recorded by `sent`, and waiting is no work
+        return []  # collectives are recorded by `find_collective`, and waiting is no work
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := matrix_products(name, args, result):
@@ -298,6 +298,7 @@ def _moved_bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) 
     given = [*tensors_of((args, kwargs))]
     into = _written_arguments(function, args, kwargs)
     results = [tensor for tensor in tensors_of(result) if all(tensor is not own for own in into)]
+    # A result in the storage of an argument is a view, and moves nothing.
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
     if not into and not new:
@@ -373,6 +374,8 @@ def find_collective(function: Any, args: Any, result: Any) -> RecordedCollective
         size,
         _DTYPES.get(whole.dtype),
         axis=axis if is_named else "",
+        # A rank of a ring sends all rows to one rank. The template has no send, so it uses an
+        # all-to-all.
         is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
         ranks=process_groups.group_size(args) if is_named else 0,
     )

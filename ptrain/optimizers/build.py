@@ -66,6 +66,8 @@ class ByOperator(_ScaledLossOptimizer):
                     if leaf.grad is None:
                         continue
                     if self.grad_scale is not None:
+                        # In place: the gradient is dropped after the update, and a copy would be
+                        # another temporary.
                         leaf.grad.div_(self.grad_scale)
                     # one tensor per call: torch's loop over all would keep the temporaries of one
                     # tensor while it allocates the next one's
@@ -150,6 +152,7 @@ class PlainLion(_PerTensorOptimizer):
             options["betas"],
         )
         direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        # Decoupled decay: it uses the value before the step, so it comes first.
         leaf.mul_(1 - lr * options["weight_decay"]).add_(direction, alpha=-lr)
         momentum.lerp_(gradient, 1 - beta2)
 
@@ -215,6 +218,8 @@ class SGD(_PerTensorOptimizer):
 # The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T. The coefficients maximize its slope
 # at 0 while singular values stay near 1 (K. Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# DEFAULT_NS_STEPS and EPS of torch.optim.Muon (torch/optim/_muon.py, 2.13). Singular values do not
+# converge to 1 but stay in a band around it, so more iterations gain nothing.
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 # root mean square of AdamW's updates in units of lr; an orthogonal A x B has 1 / sqrt(max(A, B))
@@ -274,10 +279,14 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     is_tall = x.shape[0] > x.shape[1]
     # iterate on the wide form, whose Gram matrix X X^T is the smaller one
     x = x.T if is_tall else x
+    # The iteration needs singular values of at most 1, and the Frobenius norm bounds the largest
+    # one. The clamp keeps a zero gradient at zero.
     x = tag_like(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = tag_like(x @ x.T, matrix)
+        # An odd polynomial of X = U S V^T is U p(S) V^T, so only singular values change: p(s) = as
+        # + bs^3 + cs^5.
         polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
         x = tag_like(torch.addmm(x, tag_like(polynomial(), matrix), x, beta=a), matrix)
     return x.T if is_tall else x
@@ -490,6 +499,8 @@ class TorchOptimizerFactory:
         self.stands_in = stands_in
 
     def create_leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
+        # Empty between updates: `value` gives it memory through `.data`, and the optimizer's state
+        # keeps its key, the tensor.
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
 
     def wrap_leaf(self, tensor: torch.Tensor) -> TorchLeaf:

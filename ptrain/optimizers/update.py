@@ -313,6 +313,7 @@ class TargetState(Generic[T, X]):
             The value and the tensor to which it is still to be copied, if it is not stored yet.
         """
         leaf = self.leaf
+        # Dropped first: the update has used it, and the state below may allocate.
         leaf.gradient = None
         if self._can_stay:
             self._has_stayed = True
@@ -332,6 +333,7 @@ class TargetState(Generic[T, X]):
         if (place := self.target.store(leaf.value)) is not None:
             yield leaf.value, place
         if MASTER not in self.slots or MASTER in self.moving:
+            # The empty tensor frees the working copy.
             leaf.value = self.nothing
 
 
@@ -377,6 +379,8 @@ class UpdateGroup(Generic[T, X]):
         if is_taken:
             for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)
+        # Values are copied by one operator after all members, because a GPU launches a kernel per
+        # call.
         if copies := [copy for member in fetched for copy in member.put()]:
             self.room.copy_all(copies)
 

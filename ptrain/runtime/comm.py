@@ -102,6 +102,7 @@ class TagRegistry:
             The tensor.
         """
         storage = tensor.untyped_storage()
+        # A collective tags by state only and must not erase the unit that a wrap has set.
         if not name and (before := self._tags.get(storage)) is not None:
             name = before.name
         self._tags[storage] = label = Tag(state, substitute, phase, name)
@@ -165,10 +166,13 @@ def all_gather(
         work: dist.Work | None = _all_gather(output, shard, group=group, async_op=not is_awaited)
         return work
     parts = output.view(-1).chunk(group.size())
+    # Before the broadcasts: the root of a broadcast sends from its place in `output`.
     if (own := parts[group.rank()]).data_ptr() != shard.data_ptr():
         own.copy_(shard.view(-1))
     with registry.mark_calls_as(Collective.ALL_GATHER):
         works = [
+            # All at once, so that they overlap, and in the same order on all ranks, because gloo
+            # matches the calls of a group by their order.
             dist.broadcast(part, group=group, group_src=place, async_op=True)
             for place, part in enumerate(parts)
         ]
@@ -252,6 +256,8 @@ def reduce_scatter(
     work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
 
     def add() -> None:
+        # `out` writes to the shard without a temporary, and the order of ranks is fixed, so sums
+        # are reproducible.
         torch.sum(received.view(group.size(), -1), 0, out=shard)
         # gloo's thread may hold its tensors for a moment after `wait` on a loaded machine
         received.untyped_storage().resize_(0)
@@ -338,6 +344,7 @@ class TaggedReduceScatter(_TaggedBuffers, ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
+        # The gloo forms and the all-to-all only sum. An average would silently be wrong.
         assert op == dist.ReduceOp.SUM, f"averaging is disabled, but the reduce operator is {op}"
         if async_op:
             work: dist.Work | None = _reduce_scatter(
@@ -346,6 +353,7 @@ class TaggedReduceScatter(_TaggedBuffers, ReduceScatter):
             return work
         reduce_scatter(output_tensor, input_tensor, group, self.via, self.registry).wait()
         if self.is_awaited and output_tensor.is_cuda:
+            # The current stream is FSDP2's reduce-scatter stream, in which it runs this call.
             torch.cuda.current_stream(output_tensor.device).synchronize()
         return None
 
@@ -408,6 +416,7 @@ class Mesh:
         names = self.sort_axes(axes)
         if names not in self._groups:
             group = self.submesh(names).get_group()
+            # torch warns for backends without a timeout.
             if self.world.backend != "fake":
                 set_timeout(group, self.world.timeout)
             self._groups[names] = group
@@ -423,6 +432,7 @@ class Mesh:
         assert self.device_mesh is not None
         with unset_fake_temporarily():
             ranks = self.device_mesh.mesh.movedim(self.axes.index(axis), -1)
+            # One line of ranks for each combination of the other coordinates.
             lines = ranks.reshape(-1, self.degrees[axis])[:, list(places)].tolist()
             groups = [dist.new_group(line, group_desc=f"mesh_{axis}") for line in lines]
         own = [group for line, group in zip(lines, groups, strict=True) if self.world.rank in line]

@@ -57,6 +57,7 @@ class PendingResult(Generic[T]):
             self._work.wait()
         if self._finish is not None:
             self._finish()
+        # The buffer is freed here, also if the caller keeps this object.
         self._work = self._finish = self._buffer = None
         return self._result
 
@@ -220,12 +221,12 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def unpermute(self, tensor: T, shape: Shape, order: Sequence[int], into: T) -> None:
-        """Undo `permuted`.
+        """Undo `permute`.
 
         Args:
             tensor: The 1-d permuted tensor.
             shape: The shape of the result.
-            order: As in `permuted`.
+            order: As in `permute`.
             into: Receives the elements, viewed as `shape`.
         """
 
@@ -234,7 +235,7 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def free_storage(self, tensor: T) -> None:
-        """Free a tensor's bytes; the tensor object stays valid for `refill`."""
+        """Free a tensor's bytes; the tensor object stays valid for `allocate_storage`."""
 
     def allocate_storage(self, tensor: T) -> None:
         """Allocate the bytes of an emptied tensor again, uninitialized."""

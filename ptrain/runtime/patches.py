@@ -111,10 +111,12 @@ class Chunks(Sequence[torch.Tensor]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(self.number))]
         rows = self.tensor.shape[self.dim]
+        # torch.chunk rounds the size of a part up, so the last parts may be short or missing.
         height = -(-rows // self.number)
         first = (index if index >= 0 else index + self.number) * height
         if not -self.number <= index < self.number:
             raise IndexError(index)
+        # `_chunk_with_empty` pads the list with empty 1-d tensors (_fsdp_common.py, 2.13).
         if first >= rows:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, first, min(height, rows - first))
@@ -169,6 +171,7 @@ def _deepcopy_by_clone(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
+            # The memo keeps ties: a tensor with two names is copied once.
             memo[id(self)] = self.clone()
         return memo[id(self)]
 

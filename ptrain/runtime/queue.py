@@ -33,6 +33,8 @@ def keep_freed_memory() -> None:
     Does nothing if its C library is not glibc.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        # Setting one threshold turns off glibc's dynamic adjustment of both, so the other one is
+        # set too.
         mallopt(_TRIM_THRESHOLD, _NEVER)
         mallopt(_MMAP_THRESHOLD, _LARGEST)
 

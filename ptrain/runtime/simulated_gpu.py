@@ -80,14 +80,14 @@ def missing_requirement() -> str | None:
 def run_python(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a simulated GPU, and return its exit code.
 
-    SIGTERM is passed on to the process. Call `lacking` first.
+    SIGTERM is passed on to the process. Call `missing_requirement` first.
 
     Args:
         words: Arguments of the Python interpreter.
         sm: Compute capability of the GPU, such as 90.
 
     Raises:
-        Uncompiled: The libraries do not compile.
+        StubsNotCompiled: The libraries do not compile.
         PtrainError: A signal ended the process.
     """
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder, standard_output() as output:

@@ -3,8 +3,9 @@
 A move is one copy of equal dtypes between storages on different tiers, which the traffic meter
 counts. A cast stays on one tier.
 
-The kernel reads a file's pages ahead and writes them back later; `ahead` announces the tensor that
-is needed next. Files are unlinked once mapped, so none is left when the process ends in any way.
+The kernel reads a file's pages ahead and writes them back later; `prefetch` announces the tensor
+that is needed next. Files are unlinked once mapped, so none is left when the process ends in any
+way.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class TorchRuntime:
     def new_empty(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
-        """Return an uninitialized tensor; see `Room.new`.
+        """Return an uninitialized tensor; see `TensorRuntime.new_empty`.
 
         Raises:
             SpecError: The folder of the file tier cannot hold it.
@@ -217,6 +218,7 @@ class TorchRuntime:
         if all(tensor.dtype == to for tensor in tensors):
             return tensors
         converted = [tag_like(torch.empty_like(tensor, dtype=to), tensor) for tensor in tensors]
+        # One call for all tensors: a GPU launches a few kernels instead of one per tensor.
         torch._foreach_copy_(converted, tensors)
         return converted
 
@@ -251,6 +253,7 @@ class TorchRuntime:
 
     def permute(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
         seen = tensor.view(shape).permute(tuple(order))
+        # `clone` alone would preserve the permuted strides.
         lying = tag_like(seen.clone(memory_format=torch.contiguous_format), tensor)
         return self._copy_tag(lying.view(-1), tensor)
 
@@ -265,6 +268,8 @@ class TorchRuntime:
         return is_same_memory(tensor, other)
 
     def free_storage(self, tensor: torch.Tensor) -> None:
+        # The tensor and all its views stay valid objects, so that parameters, hooks and the
+        # optimizer keep referring to them.
         tensor.untyped_storage().resize_(0)
 
     def allocate_storage(self, tensor: torch.Tensor) -> None:

@@ -109,6 +109,8 @@ class World:
         chosen = _choose_device(device, ranks["LOCAL_RANK"], num_local)
         backend = _choose_backend(backend, chosen)
         if chosen.type == "cuda":
+            # Before the group is created: NCCL and later allocations use the current device, which
+            # is GPU 0 on every rank by default.
             torch.cuda.set_device(chosen)
             _allow_shared_gpus(ranks["RANK"])
         _create_default_group(ranks, backend, timeout)
@@ -420,6 +422,7 @@ class _AsOnDevices(TorchDispatchMode):
             if isinstance(argument, torch.Tensor)
         ]
         if tensors:
+            # torch.tensor ends with lift_fresh on the new real tensor.
             is_new_on_gpu = func is torch.ops.aten.lift_fresh.default and tensors[0].is_cuda
             is_fake = any(isinstance(argument, FakeTensor) for argument in tensors)
             is_real = not is_fake and not is_new_on_gpu

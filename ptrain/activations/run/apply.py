@@ -95,6 +95,8 @@ def apply_recomputation(
     if policy.keep:
         options["context_fn"] = _contexts_keeping(policy.keep)
     if is_compiled:
+        # The composable checkpoint is non-reentrant too
+        # (torch/distributed/_composable/checkpoint_activation.py, 2.13).
         options["use_reentrant"] = False
         module.forward = partial(checkpoint_function, module.forward, **options)
     else:
@@ -119,6 +121,8 @@ class _SavePolicy:
 
     def __init__(self, kept: frozenset[Any]) -> None:
         self.kept = kept
+        # A pass of a module runs its operators one after the other, so the next reduction belongs
+        # to the last partial product.
         self._has_partial = False
 
     def __call__(self, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
@@ -180,6 +184,8 @@ class OffloadHooks:
         self.model = model
         self.tiers = tiers
         self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
+        # Weak on both sides: a storage is known while autograd's saved views keep its copy, and
+        # must not be kept by this record.
         self._known: OfStorages[tuple[int, weakref.ref[OffloadedStorage]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -193,6 +199,8 @@ class OffloadHooks:
         entered: list[saved_tensors_hooks] = []
 
         def enter(_: nn.Module, __: object) -> None:
+            # Without gradients nothing is saved. In a recomputation the tensors are used at once,
+            # so a round trip to the host would only cost time.
             if not torch.is_grad_enabled() or is_recomputing():
                 return
             homes = _tensor_dicts(module, "_parameters", "_buffers")
@@ -234,6 +242,7 @@ class OffloadHooks:
         storage = held.untyped_storage()
         size = storage.nbytes()
         is_whole = bool(size) and size % held.itemsize == 0
+        # A storage with a tier is off the device already.
         if not is_whole or has_tier(storage):
             return False
         return self._find_offloaded(held) is not None or not self._is_parameter_or_buffer(
@@ -257,7 +266,10 @@ class OffloadHooks:
         if away := self._find_offloaded(held):
             return away
         away = OffloadedStorage(held, owner.tier, self.tiers, self.streams)
+        # Weak: the copy is freed with the last saved view, that is, as backward proceeds.
         owner.offloaded.append(weakref.ref(away))
+        # The version tells whether the storage was written to after the copy, for example by an
+        # in-place operator on a saved tensor.
         self._known[held.untyped_storage()] = held._version, weakref.ref(away)
         return away
 
@@ -279,6 +291,7 @@ class OffloadedStorage:
         self.stored = tiers.empty(numel, held.dtype, tier, State.ACTIVATIONS)
         self.loaded: torch.Tensor | None = None
         self._event: Any = None
+        # The full storage and not the view, because other saved tensors may be other views of it.
         whole = held.detach().as_strided((numel,), (1,), 0)
         if self.streams is None:
             self.stored.copy_(whole)
@@ -336,6 +349,8 @@ class _ModulePass:
             return
         self._is_back = True
         self.start_loads()
+        # Backward visits modules in reverse, so the module before this one is needed next. Its
+        # copies run while this one's backward computes.
         if self.previous is not None:
             self.previous.start_loads()
 
@@ -419,15 +434,21 @@ class _Streams:
 
     def offload(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
         """Copy `whole` to pinned memory `kept`; return the event at the end of the copy."""
+        # The tensor may still be computed.
         self.offload_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.offload_stream):
             kept.copy_(whole, non_blocking=True)
+        # Autograd does not keep the device tensor. The allocator must not reuse its memory before
+        # the copy has read it.
         whole.record_stream(self.offload_stream)
         return self.offload_stream.record_event()
 
     def load(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
         """Copy `kept`, filled at event `taken`, to `back`; return the event at the end."""
+        # Pinned memory has the values only after the copy to it.
         self.load_stream.wait_event(taken)
+        # `back` was allocated for the current stream, whose earlier kernels may still use that
+        # memory.
         self.load_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.load_stream):
             back.copy_(kept, non_blocking=True)
@@ -436,6 +457,7 @@ class _Streams:
 
     def wait_for(self, event: Any) -> None:
         """Make computation on the device wait for the event."""
+        # The stream waits and not the host, which goes on launching kernels.
         torch.cuda.current_stream(self.device).wait_event(event)
 
 

@@ -5,9 +5,9 @@ Tokens: a place of the ring has a contiguous range. With zigzag it has an early 
 2R chunks, place r has r and 2R - 1 - r), so that all places have equal work under a causal mask.
 The ranks of a Ulysses group share the tokens of their place, in order.
 
-Blocks: at hop h, place p of R has the keys of place (p - h) mod R. Its queries attend to those that
-the causal mask of the full sequence allows. All-gathered keys and values take one hop. The ranks of
-a Ulysses group compute the same blocks for different heads.
+Blocks: at hop h, place p of R has the keys of place (p - h) mod R. Its queries attend to the keys
+that the causal mask of the full sequence allows. All-gathered keys and values take one hop. The
+ranks of a Ulysses group compute the same blocks for different heads.
 
 The tables of allocations distinguish ranks by the kind of attention and by the number of places
 with earlier and later tokens. torch's ring template does the same at all hops except the first ones
@@ -209,8 +209,9 @@ def kv_repeats(ulysses: int, kv_heads: int) -> int:
     """Return the number of repetitions of key-value heads that gives all ranks of a Ulysses group
     equal numbers.
 
-    The result is 1 if the degree divides them. `kv_heads` are those of a rank of tp.
+    The result is 1 if the degree divides them. `kv_heads` is their number on a rank of tp.
     """
+    # The least number of repetitions for which the degree divides the heads.
     return ulysses // gcd(ulysses, kv_heads)
 
 

@@ -138,6 +138,8 @@ class _Exchange:
             )
         else:
             yield from self._hop_traffic(phase, times * (ring - 1), self.keys)
+            # Gradients make one hop more than keys and values, because they must return to the rank
+            # of their keys.
             yield from self._hop_traffic(phase, times * ring if ring > 1 else 0, self.gradients)
 
     def _ulysses_traffic(

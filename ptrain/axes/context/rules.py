@@ -109,7 +109,7 @@ def _hybrid_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
-    """Return the remedy of a hybrid: those of so many ranks."""
+    """Return the remedy that lists the hybrids of this number of ranks."""
     ways = [str(Hybrid(ulysses=ulysses, ring=ranks // ulysses)) for ulysses in degrees_of_ulysses]
     return f"Use {'one of ' * (len(ways) > 1)}{', '.join(ways)}"
 
@@ -176,8 +176,15 @@ def _heads_of(spec: Spec) -> int:
 
 
 def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
-    """Yield the fault of `heads` on a rank that Ulysses does not divide. It gives each rank as many
-    query heads as the others; those of keys and values it repeats."""
+    """Yield a fault if the degree of Ulysses does not divide a rank's query heads.
+
+    Key-value heads are repeated, so the degree need not divide them.
+
+    Args:
+        spec: The spec.
+        heads: Number of query heads on a rank of tp.
+        whose: Name of the attention module, for the message.
+    """
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
     if factor is None or any(_hybrid_faults(spec)):
         return
@@ -375,7 +382,10 @@ def _compile_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _own_kernels(spec: Spec) -> Iterator[Fault]:
-    """What else attention of a model that is not built in must be, the model itself shows."""
+    """Reject other kernels than SDPA for models of transformers.
+
+    Further requirements are checked on the module.
+    """
     model = spec.model
     if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
         return

@@ -190,6 +190,8 @@ def assign_owners(numels: Sequence[int], ranks: int) -> list[int]:
     The largest tensor goes first; each goes to the rank with the fewest elements so far.
     """
     owners, held = [0] * len(numels), [0] * ranks
+    # torch's `_partition_parameters` sorts in this way too
+    # (torch/distributed/optim/zero_redundancy_optimizer.py, 2.13).
     for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
         owner = held.index(min(held))
         owners[index] = owner
@@ -221,6 +223,8 @@ def bucket_sizes(tensor_bytes: Iterable[int], caps: Sequence[int]) -> list[int]:
     filled = 0
     for size in tensor_bytes:
         filled += size
+        # Checked after the tensor is added, as in `compute_bucket_assignment_by_size`
+        # (reducer.cpp).
         if filled >= caps[min(len(buckets), len(caps) - 1)]:
             buckets.append(filled)
             filled = 0

@@ -166,6 +166,8 @@ class ShardLayout(Generic[T]):
             return PendingResult(
                 result, part, room.all_gather(part, result, over, is_awaited=is_awaited)
             )
+        # Ranks arrive in group order, which is not the order of the buffer here, so a second buffer
+        # is permuted into the result.
         received = room.new_empty(numel, dtype, Tier.DEVICE, state)
         work = room.all_gather(part, received, over, is_awaited=is_awaited)
         finish = partial(room.unpermute, received, self.shape(left), order, result)
@@ -191,6 +193,8 @@ class ShardLayout(Generic[T]):
         room = self.room
         result = room.empty_like(part, self.shard_numel((*cut, *over)))
         if (order := self._leading_order(cut, over)) is not None:
+            # A reduce-scatter gives rank r the r-th part, so parts are brought into group order
+            # first.
             part = room.permute(part, self.shape(cut), order)
         return room.reduce_scatter(part, result, over, self.via, is_awaited=is_awaited)
 

@@ -67,8 +67,8 @@ def when_gathered(spec: Spec) -> GatherAfterUpdate:
     """Return when flat units that were updated in shards are all-gathered.
 
     By default, the gather of a unit overlaps with the update of later units, and all gathers are
-    waited for at the end. The default is blocking if the gather needs a buffer besides the
-    parameters, which all units would hold at once, and for consumed gradients (G = M), where
+    waited for at the end. The default is blocking if the gather needs a second buffer, because all
+    units would hold one at once. It is also blocking for consumed gradients (G = M), where
     backward would end before parameters are complete.
     """
     if spec.gather_after_update is not None:

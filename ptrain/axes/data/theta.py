@@ -59,6 +59,7 @@ class Parameters(Generic[T]):
         self._settling: PendingResult[T] | None = None
         self._behind: Axes = ()
         self.is_gathered = True
+        # The buffer was needed only to bind the views. Values are in `stored` by now.
         self.release()
 
     @property
@@ -100,6 +101,7 @@ class Parameters(Generic[T]):
 
     def gather(self) -> None:
         """Fill `whole`, and wait for it."""
+        # The last update may have left a gather into `stored`, which the copy below reads.
         self.finish_gather()
         self._start_gather(is_awaited=True)
         self._wait_for_gather()
@@ -113,7 +115,11 @@ class Parameters(Generic[T]):
         """Allocate `whole` and copy or all-gather the parameters into it."""
         if self.is_gathered:
             return
+        # Set when the gather is issued and not when it ends: a second prefetch must not issue it
+        # again.
         self.is_gathered = True
+        # The tensor object and its views stay; only its memory comes back. The module's parameters
+        # need no new binding.
         self.room.allocate_storage(self.whole)
         part = self._for_use()
         if not self.cut:
@@ -145,6 +151,8 @@ class Parameters(Generic[T]):
         """Free `whole` if it can be rebuilt."""
         if not self.is_transient or not self.is_gathered:
             return
+        # A prefetched unit may be released without use. Its collective still writes to the memory
+        # that is freed next.
         self._wait_for_gather()
         self.room.free_storage(self.whole)
         self.is_gathered = False
@@ -176,6 +184,7 @@ class Parameters(Generic[T]):
                 self._storing = self.cuts.start_gather(part, cut, missing, State.PARAMETERS, into)
             case GatherAfterUpdate.NEXT_FORWARD:
                 assert into is not None, "what is gathered by the next forward is on the device"
+                # Only this rank's part is written. `finish_gather` gathers from it.
                 self.cuts.put_part(into, part, self.cut, cut)
                 self._behind = missing
 

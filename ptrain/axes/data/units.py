@@ -92,6 +92,7 @@ class UnitOrder(Generic[T]):
             following = self.used[place + 1 :]
         else:  # before the first trained parameter nothing is computed
             following = [other for other in self.used[:place][::-1] if other in self.in_backward]
+        # After the gather of the unit itself, which must not queue after prefetched ones.
         for other in following[: self.ahead]:
             other.prefetch()
         # one unit more: its file is read while the units before it are gathered
@@ -217,6 +218,8 @@ class UnitRuntime(UnitUse[T]):
     def before_backward(self) -> None:
         """Gather the unit and allocate its gradients."""
         super().before_backward()
+        # A unit has several outputs, whose gradients arrive one by one. Only the first of them
+        # starts the count.
         if self.pending == 0:
             self.pending = len(self.state.members.names)
             self.gradients.allocate_buffer()
@@ -261,6 +264,8 @@ class UnitRuntime(UnitUse[T]):
         if self.is_given_back:
             self.parameters.release()
         if self.consume is not None:
+            # After the release: the update works on stored parameters, so the full ones need not be
+            # live.
             self.consume()
             self.gradients.clear()
 
@@ -314,6 +319,8 @@ class ModelRuntime(Generic[T]):
 
     def end_pass(self, *, is_last: bool) -> None:
         """End a backward pass."""
+        # Ranks must issue the same collectives, also for a unit in which some parameter got no
+        # gradient on this rank.
         self.for_each((unit for unit in self.trained if unit.pending), UnitRuntime.finish)
         if not self.is_pipelined:
             self.flight.wait()
@@ -330,6 +337,7 @@ class ModelRuntime(Generic[T]):
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
         """End a half of a backward pass."""
         if kind is Kind.WEIGHT:
+            # Last unit first, in the order of a full backward pass.
             self.for_each(self.trained[::-1], UnitRuntime.end_weights)
         if is_last:
             self.release()

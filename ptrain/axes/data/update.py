@@ -84,6 +84,8 @@ class UnitState(Generic[T]):
         parameters, step, cut, room = self.parameters, self.step, self.step.updated, self.room
         missing, extra = exclude_axes(cut, parameters.cut), exclude_axes(parameters.cut, cut)
         part, tier, place = value, step.update_tier, parameters.updated_part(missing)
+        # Cast before a collective or a move, so that it has the stored dtype. A copy to `place`
+        # casts by itself.
         if place is None or extra or tier is not Tier.DEVICE:
             part = room.cast(value, parameters.dtype)
         if parameters.is_materialized:
@@ -124,6 +126,8 @@ class ShardTarget(Generic[T]):
         """Return None: the gradient of a shard is brought for each update."""
 
     def working_gradient(self) -> T | None:
+        # Here, because the gradient is the first tensor that an update asks for. The next unit's
+        # files are read during this one's update.
         self.unit.read_ahead()
         return self.unit.gradients.update_gradient()
 
@@ -160,6 +164,8 @@ class TensorsUpdate(Generic[T]):
         if self._num_given == 0:
             self._gradient = self._whole.working_gradient()
         held = self._gradient
+        # Every tensor of the unit takes its gradient once per update, also if it is None, so the
+        # count shows which one is last.
         self._num_given = (self._num_given + 1) % len(self.shapes)
         if self._num_given == 0:
             self._gradient = None
@@ -235,6 +241,8 @@ class TensorTarget(Generic[T]):
         self.update.store(self.index, value)
 
     def create_slot(self, initial: T) -> Slot[T]:
+        # Reading the value for the initial state gathered the unit's parameters; they would be
+        # stale by the first update.
         self.update.drop_values()
         if self.keeps_whole:
             return ResidentSlot(_tag_optimizer_state(self.unit, initial))
@@ -354,6 +362,7 @@ class Gradients(Generic[T]):
         if self.whole is None:
             return
         self.zero_missing()
+        # A consumed unit is updated at once, so there is nothing to overlap with.
         overlaps = self.step.overlaps and not self.step.consumed
         if self.cut and is_due and overlaps:
             self._move = self.cuts.start_reduce_scatter(self.whole, (), self.cut)
@@ -370,6 +379,8 @@ class Gradients(Generic[T]):
 
     def _store_reduced(self, shard: T) -> None:
         """Store the reduced shard and free the buffer."""
+        # Before the cast below, which allocates: the full buffer and the cast shard are not live at
+        # once.
         self._drop_buffer()
         self._add_to_stored(shard)
         if self.layout.keeps_both:
@@ -407,6 +418,7 @@ class Gradients(Generic[T]):
             else:
                 room.add(self.kept, part)
             return
+        # Cast before the move, so that the bytes of the stored dtype are moved.
         arrived = room.copy_to_tier(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
         if self.tier is Tier.HOST:
             if self.kept is None:
@@ -437,7 +449,7 @@ class Gradients(Generic[T]):
         """Bring gradients into the layout of the update.
 
         Partial sums are reduced first, so that later moves are small. Then the axes that the update
-        needs full are gathered, except the axes of `working`.
+        needs full are gathered, except the axes that `update_gradient` gathers.
         """
         room, held = self.room, self.whole if self.kept is None else self.kept
         if held is None:

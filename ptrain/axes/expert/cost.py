@@ -67,7 +67,8 @@ def expert_traffic(
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
         yield from _count_traffic(spec, shape, slices, Phase.FORWARD, once.times)
-        if slices.group.axes != spec.folded_axes:  # else `repeated` of the blocks has it
+        # the collectives of a folded axis are counted with the blocks' repeated collectives
+        if slices.group.axes != spec.folded_axes:
             yield from _count_traffic(spec, shape, slices, Phase.BACKWARD, again.times)
 
 

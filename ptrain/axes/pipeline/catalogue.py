@@ -445,6 +445,7 @@ SCHEDULES = {
 # four stages per rank if a schedule supports any number.
 
 _PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
+# Each doubling halves the bubble of interleaved 1F1B and doubles the number of messages.
 _MORE_STAGES = (2, 4)  # stages per rank
 
 

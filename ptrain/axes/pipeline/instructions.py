@@ -136,6 +136,8 @@ def _ordered_instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], 
                 message = output_message(part, stages)
                 if message is None or (receiver := rank_of[message.target]) == rank:
                     continue
+                # One position for both ends: the sender posts its send and the receiver its receive
+                # at the same point of the common order.
                 place = (span.end, 0, int(message.phase is Phase.FORWARD), rank)
                 sends[message] = place
                 moments[rank].append((place, Send(message)))
@@ -174,5 +176,6 @@ def _with_releases(
                             while others and order[others[0]] < number:
                                 yield Release(others.popleft())
                     yield part
+    # The last messages of a step have no later message that would prove their arrival.
     for others in sent.values():
         yield from map(Release, others)

@@ -38,6 +38,8 @@ def one_forward_one_backward(pipeline: PipelineShape, rank: int) -> Iterator[Act
     A rank has at most as many micro-batches in flight as there are stages from its stage on.
     """
     chunks = [(rank, microbatch) for microbatch in range(pipeline.microbatches)]
+    # The first gradient reaches a rank after its micro-batch has passed all later ranks, so a rank
+    # can run one forward for each of them before it has to wait.
     yield from _alternate(chunks, chunks, pipeline.ranks - 1 - rank)
 
 
@@ -144,6 +146,8 @@ def zbv_order(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     the schedule is built for enough micro-batches without the missing ones.
     """
     ranks, behind = pipeline.ranks, pipeline.ranks - rank
+    # 2p - 1 is the least number for which the count of the steady phase is not negative on any
+    # rank.
     filling = max(2 * ranks - 1, pipeline.microbatches)
     words = [
         *_repeat(2 * behind - 1, "F0"),

@@ -162,6 +162,9 @@ class _Simulation(_Progress):
 
     def to_the_end(self) -> Simulation:
         """Run all ranks, and return the times."""
+        # A work list: each rank runs until an input is missing, and is woken by the action that
+        # makes it. Every action is visited once, in any order of ranks, because times depend on
+        # inputs only.
         able = list(range(self.schedule.ranks))
         while able:
             able += self._run_rank(able.pop())
@@ -257,6 +260,7 @@ class _SharedCoreSimulation(_Progress):
             factor = self.speed(len(self.left))
             least = min(self.left.values())
             self.now += least / factor
+            # A copy, because ended steps are removed.
             for rank in [*self.left]:
                 self.left[rank] -= least
                 if self.left[rank] <= _DONE:
@@ -326,6 +330,8 @@ class StepWork:
                 if stage == self._last:
                     return (forward,)
                 whole = Action(Kind.BACKWARD, stage + 1, microbatch)
+                # The next stage may run full backward passes or halves. Its input half already has
+                # the gradient.
                 is_whole = whole in self._actions
                 return (forward, whole if is_whole else Action(Kind.INPUT, stage + 1, microbatch))
             case Kind.WEIGHT:

@@ -183,8 +183,10 @@ _TUPLES = tuple(
 
 
 def _degrees_to_search(spec: Spec, devices: int, written: FixedChoices) -> Iterable[int]:
-    """Return the degrees to search: those within a node, because every operator of a block waits
-    for their collectives. Larger degrees must be written in the spec."""
+    """Return the degrees to search, which are at most the devices of a node.
+
+    Every operator of a block waits for the collectives of tp. Set larger degrees in the spec.
+    """
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most

@@ -126,7 +126,10 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
 
 
 def _smaller_shards(spec: Spec) -> Iterator[Fault]:
-    """torch's fully_shard raises NotImplementedError of tensors that are DTensors already."""
+    """Reject smaller shards between forward and backward with tp.
+
+    torch's fully_shard raises NotImplementedError for parameters that are DTensors already.
+    """
     shards = spec.sync.reshard_after_forward
     is_number = isinstance(shards, int) and not isinstance(shards, bool)
     degree = prod(f.degree for f in data_factors(spec) if f.placement.parameters != R)
@@ -258,8 +261,7 @@ TENSOR = AxisRules(
 )
 
 
-# Which spec obeys the dials of tp: one whose operators are cut. On one device they are free, as
-# all dials are.
+# Options of tp need sharded operators. On a single device all options are allowed.
 
 
 def _without_tp(spec: Spec) -> Iterator[Fault]:

@@ -68,6 +68,8 @@ class UlyssesCore(nn.Module):
         times = kv_repeats(self.group.size(), k_BGTD.shape[1])
         k_BGTD, v_BGTD = repeat_heads(k_BGTD, times), repeat_heads(v_BGTD, times)
         heads = [self._tokens_for_heads(x_BHTD) for x_BHTD in (q_BHTD, k_BGTD, v_BGTD)]
+        # Autograd keeps the repeated heads only if the exchange needs them, which it does not.
+        # Without this, they would be live while `inner` runs.
         del k_BGTD, v_BGTD
         y_BhSD = self.inner(*heads, mask_SS)
         del heads
@@ -82,6 +84,8 @@ class UlyssesCore(nn.Module):
         return self._all_to_all(x_NBhTD).movedim(0, 1).flatten(1, 2)
 
     def _all_to_all(self, x_NBhTD: Tensor) -> Tensor:
+        # The first dimension is the rank, so every rank exchanges one row of it with each other
+        # rank.
         ones = [1] * self.group.size()
         return wait_for(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
 
@@ -121,6 +125,8 @@ class ContextGroups:
         elif step.ring == degree:
             self.ring = mesh.group((step.axis,))
         else:
+            # Creating a group is a collective over all ranks. So every rank creates the groups of
+            # all lines in the same order, and keeps the only one that contains it.
             for first in range(0, degree, step.ulysses):
                 line = lines[first : first + step.ulysses]
                 self.ulysses = mesh.create_group_at(step.axis, line) or self.ulysses
@@ -237,6 +243,9 @@ class _RingAttention(torch.autograd.Function):
         core: RingCore,
     ) -> Tensor:
         kernel = _kernel_of_ring(q_BHTD, documents_BS, core)
+        # The template rescales: for each block of keys with output y' and log-sum-exp s', it sets y
+        # to y - sigmoid(s' - s) * (y - y') and s to s - logsigmoid(s - s'), so no block overflows
+        # (`_SDPAMerger._merge_one` in torch's _attention.py, 2.13).
         y_BHTD, sums_BHT, *others = ring_forward(
             core.group,
             kernel.forward,
@@ -311,6 +320,7 @@ class GatheredCore(nn.Module):
 
     def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
+        # One collective for both: a rank pays the latency once.
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
         self.registry.tag(own, State.ACTIVATIONS)
         parts = all_gather_tensor(own[None], self.group)  # [N, 2, B, G, T, D]
@@ -319,6 +329,7 @@ class GatheredCore(nn.Module):
 
     def sum_kv_gradients(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
+        # The reverse of `gather_kv`: one collective sums the gradients of keys and of values.
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
@@ -362,6 +373,8 @@ class _GatheredAttention(torch.autograd.Function):
                 others.append(_backward_arguments(rest))
                 yield y_BHTD, sums_BHT
 
+        # Each block's softmax is normalized over its keys alone. The log-sum-exp of each query
+        # tells how much of the full softmax a block has, so the merged output is exact.
         y_BHTD, sums_BHT = merge_attention(blocks(), q_BHTD.dtype)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before
@@ -371,6 +384,9 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor | None, ...]:
         q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS = ctx.saved_tensors
         core, kernel = ctx.core, _kernel_of_gathered(q_BHTD, mask_B1TS, ctx.core)
+        # The kernel gets the output and the log-sum-exp of all blocks. It computes probabilities
+        # from them that are normalized over all keys, so gradients of blocks can be summed. Keys
+        # after the rank's shard keep zeros, because no query of this rank attends to them.
         k_sum, v_sum = torch.zeros_like(k_BGSD), torch.zeros_like(v_BGSD)
         q_sum = torch.zeros_like(q_BHTD)
         blocks = _key_blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)
@@ -381,6 +397,7 @@ class _GatheredAttention(torch.autograd.Function):
                 **kernel.arguments, **others,
             )  # fmt: skip
             q_sum += q_part
+            # Written and not added: every key is in one block only.
             k_sum[..., part, :] = k_part
             v_sum[..., part, :] = v_part
         return q_sum, *core.sum_kv_gradients(k_sum, v_sum), None, None
@@ -401,6 +418,8 @@ def _key_blocks(
         yield slice(0, num_before), False
 
 
+# In the order in which aten::_scaled_dot_product_flash_attention returns them after output and
+# log-sum-exp. Its backward takes them by these names (native_functions.yaml, 2.13).
 _OF_CUDA = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 

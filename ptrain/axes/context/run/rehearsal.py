@@ -112,6 +112,8 @@ class _Cores:
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)
             self._known[key] = self._core_over(inner, call.scale)
+        # A core calls torch's attention function itself, which this module replaced. Without the
+        # original it would call itself without end.
         with replace_attributes(F, scaled_dot_product_attention=attend):
             y_BHTD: Tensor = self._known[key](call.query, call.key, call.value)
         return y_BHTD
@@ -346,6 +348,8 @@ def _require_plain(model: nn.Module, spec: Spec, attending: AttentionFacts) -> N
         return call.query.new_empty(call.query.shape)
 
     positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
+    # Meters must not count tensors of a check, and numbers that it draws must not shift those of
+    # the run.
     with disable_modes(), fork_generators(), suppress(UserCodeError, *READ):
         with forward_of(model, positions, spec):  # the model's code may be impossible to copy
             bare = on_meta(model)
@@ -404,9 +408,13 @@ class _Rehearsal:
         The model runs in training mode without dropout, or in evaluation mode if it still draws
         random numbers.
         """
+        # Positions start at 0 on the first rank and later on the last one. The ranks between would
+        # cost a pass each and add no further case.
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
         with copied_buffers(self.model), fork_generators(), without_dropout(self.model):
             before = drawn_state()
+            # A first pass in training mode shows if the model draws numbers in spite of disabled
+            # dropout.
             with in_mode(self.model, training=True):
                 self._run(every, self._record_attention)
             with in_mode(self.model, training=drawn_state() == before):
@@ -439,6 +447,7 @@ class _Rehearsal:
             )
             known = masks_at(in_training, index, _micro_batch_cut(self.spec))
             draws = SlicedDraws(before, masks, known, self._draw_error)
+            # The pass of all tokens started from this seed, so draws are comparable only from here.
             reseed(0)
             self._require_rank(spans_at(self.step, index), whole, draws.check_pass)
             draws.require_all()
@@ -514,5 +523,7 @@ def _is_alike(own: Tensor, whole: Tensor) -> bool:
     """
     if own.shape != whole.shape or own.dtype != whole.dtype:
         return False
+    # The square root of eps lies far above the rounding errors of a sum and far below the values
+    # themselves.
     bound = torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().nan_to_num().max().item()
     return torch.allclose(own, whole, rtol=0.0, atol=bound, equal_nan=True)

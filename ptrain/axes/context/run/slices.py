@@ -67,9 +67,12 @@ class SampleSlices(SampleTokens):
         with empty ones.
         """
         self.group, self.registry, self.slices = group, registry, len(spans)
+        # An all-gather needs equal shapes on all ranks, hence the padding with empty ranges.
         most = max(map(len, spans))
         padded = [[*own, *[(0, 0)] * (most - len(own))] for own in spans]
         starts = [span for own in padded for span in own]
+        # Gathered counts arrive by rank. Tokens before a range are those of ranges with a lower
+        # start, on whatever rank.
         self._order = sorted(range(len(starts)), key=starts.__getitem__)
         own = group.rank() * most
         self._own = [self._order.index(own + stretch) for stretch in range(most)]
@@ -90,6 +93,7 @@ class SampleSlices(SampleTokens):
         self.registry.tag(counts_LBKE, State.ACTIVATIONS)
         all_ = all_gather_tensor(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
         in_order = torch.stack([all_[place] for place in self._order], dim=2)  # [B, K, N * L, E]
+        # `before_BKT` counts this rank's ranges already, so their part is subtracted.
         elsewhere_BKLE = _count_before(in_order)[:, :, self._own] - _count_before(
             counts_LBKE.movedim(0, 2)
         )
@@ -317,7 +321,11 @@ class HopKernel:
         source or its early chunk.
         """
         source_BT = self._places[(self._place - self._hop) % len(self._places)]
+        # The template calls the kernel once per hop in order and does not tell the hop, so calls
+        # are counted.
         self._hop += 1
+        # The late chunk is the second half of the place's tokens, hence the slice from the end. The
+        # early chunk of the keys is the first half.
         own_BT = self._places[self._place][:, -queries.shape[-2] :]
         return are_apart(own_BT, source_BT[:, : keys.shape[-2]])
 
@@ -410,6 +418,8 @@ class SlicedMasks:
 
     def _draw_noise(self, x: Tensor, rate: float) -> Tensor:
         """Return the factors of at::dropout on a CPU: 0 or 1 / (1 - rate)."""
+        # The operator and the dtype of at::dropout on a CPU, so that a single device draws equal
+        # numbers.
         own = self._local_part(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)
 
@@ -420,6 +430,8 @@ class SlicedMasks:
         The kernel's backward applies a given mask to a gradient, and is used here to apply it to
         the input.
         """
+        # The input has arbitrary values: only the mask is used, and drawing it advances the
+        # generator as a single device would.
         _, mask = torch.native_dropout(x.new_empty(self.of_all(x.shape)), rate, True)
         own = self._local_part(mask)
         left: Tensor = torch.ops.aten.native_dropout_backward(x, own, 1 / (1 - rate))

@@ -48,6 +48,8 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.timeline import Kind
 
+# torch's default (torch/nn/parallel/distributed.py, 2.13). DDP knows the default only by
+# `bucket_cap_mb=None`, and then makes the first bucket small.
 _STOCK_BUCKET_MB = 25
 
 
@@ -79,6 +81,7 @@ class ReplicatedWrap(ParameterWrap):
             warnings.simplefilter("ignore", FutureWarning)
             self.wrapped = DistributedDataParallel(
                 model,
+                # torch rejects device ids of a module on the CPU.
                 device_ids=[device.index] if device.type == "cuda" else None,
                 process_group=self.group,
                 bucket_cap_mb=_bucket_cap_mb(step),
@@ -86,6 +89,8 @@ class ReplicatedWrap(ParameterWrap):
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
+        # Without a hook, DDP would divide the sum by the number of ranks. The loss is divided
+        # already.
         self.wrapped.register_comm_hook(None, handing_over(self._receive_bucket, registry))
         self.module = self.wrapped
 
@@ -109,6 +114,8 @@ class ReplicatedWrap(ParameterWrap):
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
         assert kind is Kind.BACKWARD, "torch's replicas wait for autograd to accumulate"
         if is_last:
+            # DDP prepares its reducer in forward, and `forward_pass` runs under `no_sync`. An empty
+            # list: no search for unused parameters.
             self.wrapped.reducer.prepare_for_backward([])
         yield
 
@@ -270,9 +277,12 @@ class FullyShardedWrap(ParameterWrap):
         return [self.model.get_submodule(name) for name in modules]
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        # The root is wrapped last, as torch requires: its call collects the parameters that no unit
+        # has. The setters on it reach all units.
         root = self.sharded[-1]
         sync = self.step.sync
         root.set_requires_gradient_sync(is_last or sync.gradients is GradientSync.EVERY)
+        # After the last micro-batch parameters change, so a gathered copy would be stale.
         root.set_reshard_after_backward(is_last or sync.reshard_after_backward)
         return nullcontext()
 
@@ -288,6 +298,9 @@ class FullyShardedWrap(ParameterWrap):
         start = len(order)
         order += [group for module in self.sharded for group in parameter_groups(module)][:1]
         yield
+        # Every group that ended forward was appended after the placeholder. `_backward_prefetch`
+        # (_fsdp_param_group.py, 2.13) gathers the entry before the current one; for the first unit
+        # that entry is now the unit itself, whose gather is a no-op.
         if len(order) > start + 1:
             order[start] = order[start + 1]
 
@@ -316,7 +329,11 @@ class FullyShardedWrap(ParameterWrap):
         root.set_is_last_backward(True)
         for module in self.sharded:
             for group in parameter_groups(module):
+                # In the order in which the units were wrapped, so that all ranks issue the same
+                # collectives in the same order.
                 group.post_backward()
+        # The callback waits for the last reduction and resets the state of each group to idle, as
+        # at the end of a pass with hooks.
         fsdp2.end_backward(root)
 
     def end_evaluation(self) -> None:
@@ -333,6 +350,7 @@ class FullyShardedWrap(ParameterWrap):
         larger shards between passes. Gradients include the shards' (reduced), the unsharded
         parameters' (not reduced), and gradients accumulated in another dtype.
         """
+        # With Θ = M, the shards are the master copies, which the optimizer owns.
         stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
         for module in self.sharded:
             for part in fsdp2.parameters(module):
@@ -364,6 +382,8 @@ class Prefetch:
         self._left: list[FSDPModule] = []
         self._hooks = []
         for module, modules in zip(sharded, members, strict=True):
+            # A unit without parameters has nothing to gather, and would use up a place in the
+            # order.
             if not parameter_groups(module):
                 continue
             if not count:
@@ -375,6 +395,7 @@ class Prefetch:
                 modules[-1].register_forward_hook(partial(_append_once, self._left, module)),
             ]
         if count:
+            # The root's forward ends last, so all units are recorded by then.
             self._hooks.append(members[-1][0].register_forward_hook(lambda *_: self._set_order()))
 
     def _set_order(self) -> None:
@@ -391,6 +412,8 @@ class Prefetch:
         backward = self._left[::-1]
         for place, module in enumerate(backward):
             preceding = backward[place + 1 : place + 1 + self.count]
+            # An empty list would turn on torch's implicit prefetch again (`default_prefetch` in
+            # _fsdp_state.py, 2.13).
             module.set_modules_to_backward_prefetch(preceding or [module])
 
 
@@ -456,6 +479,8 @@ def _precision_policy(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
     """Return the precision policy: with Θ = M, masters are all-gathered in the compute dtype."""
     gathered, reduced = TORCH_DTYPES[layout.parameters], TORCH_DTYPES[layout.reduced]
     if step.materialized:
+        # Inputs have the compute dtype already. A cast would also round the tables of positions,
+        # which are fp32.
         return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
     return MixedPrecisionPolicy(reduce_dtype=None if reduced is gathered else reduced)
 

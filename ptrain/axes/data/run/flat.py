@@ -371,6 +371,8 @@ def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUn
             (f"{name}." * bool(name) + local, parameter)
             for name in modules
             for local, parameter in model.get_submodule(name).named_parameters()
+            # A tied parameter is in two units. The first one owns it, so that its gradient is
+            # counted and reduced once.
             if id(parameter) not in seen
         ]
         seen.update(id(parameter) for _, parameter in named)

@@ -72,6 +72,8 @@ class LocalRowWriter:
             piece: Its view of the buffer; 0-d is one row.
         """
         piece = torch.atleast_1d(piece)
+        # `write` takes full rows, so ranges of elements are widened to rows. Rows that two ranks
+        # share are written on both.
         row = max(1, math.prod(piece.shape[1:]))
         for begin, end in self.stretches:
             first = max(begin - start, 0) // row
@@ -109,6 +111,8 @@ class ParameterMembers:
         It is called for every gradient, so it uses one call (as_strided) instead of a slice and a
         view.
         """
+        # The offset counts from the start of the storage, and `whole` may be a view of a larger
+        # buffer.
         start = whole.storage_offset() + self._starts[index]
         return whole.as_strided(self.shapes[index], self._strides[index], start)
 
@@ -119,6 +123,7 @@ class ParameterMembers:
                 piece.copy_(parameter.detach())
             else:
                 self.values.fill(name, parameter, self._starts[index], piece)
+            # The parameter stays the same object, so that hooks, optimizers and ties keep it.
             parameter.data = piece
 
     def write_gradient(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
@@ -128,6 +133,8 @@ class ParameterMembers:
             piece.zero_()
         else:
             piece.copy_(parameter.grad)
+        # Autograd adds later gradients in place to `.grad`, that is, to the buffer. Under another
+        # dtype of the reduction it cannot.
         parameter.grad = piece if is_bound else None
 
     def add_gradient(self, index: int, whole: torch.Tensor) -> None:
@@ -183,6 +190,7 @@ class FlatTensors:
     def join(self, named: Named, cut: Axes) -> torch.Tensor:
         """Return this rank's shard of a buffer with the named tensors."""
         first, cuts = named[self.named[0][0]], self.buffer_cuts
+        # Zeros, because the padding takes part in the update and in norms.
         whole = torch.zeros(cuts.padded, dtype=first.dtype, device=self.device)
         for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
             piece.copy_(part_of(parameter, full_tensor(named[name])))
@@ -362,6 +370,7 @@ def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     rows = ceil_div(tensor.shape[0], mesh.size())
     start = min(rows * mesh.get_local_rank(), tensor.shape[0])
     return DTensor.from_local(
+        # A clone, because the view would keep the full tensor alive.
         tensor[start : start + rows].clone(),
         mesh,
         [Shard(0)],
@@ -411,6 +420,7 @@ class ZeroRedundancyUpdate:
             [target.parameter for target in targets],
             lambda parameters: build_optimizer(spec.name, parameters, spec, stands_in=stands_in),
             process_group=mesh.get_group(),
+            # One broadcast per owner instead of one per tensor.
             parameters_as_bucket_view=True,
         )
         owners = zero_redundancy.owner_ranks(self.optimizer)

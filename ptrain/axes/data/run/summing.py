@@ -24,6 +24,7 @@ def handing_over(receive: Callable[[torch.Tensor], None], registry: TagRegistry)
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = registry.tag(bucket.buffer(), State.GRADIENTS)
         receive(buffer)
+        # A future accepts CUDA tensors only on the devices that it was created with.
         devices = [buffer.device] if buffer.is_cuda else []
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)

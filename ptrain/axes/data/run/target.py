@@ -178,6 +178,7 @@ def window_of(like: torch.Tensor) -> Window:
         like.shape, like.device_mesh, like.placements
     )
     dims = zip(offsets, sizes, like.shape, strict=True)
+    # The offset of a rank without elements may lie after the end.
     return tuple((min(offset, length), size) for offset, size, length in dims)
 
 
@@ -189,6 +190,8 @@ class LocalPart:
 
     @property
     def _local_part(self) -> torch.Tensor:
+        # With gradients enabled, `to_local` returns a new view. Flat units set `.data` of the
+        # tensor that the DTensor itself holds.
         held: torch.Tensor = self.parameter._local_tensor
         return held
 

@@ -61,6 +61,9 @@ class RowExchange:
         Returns:
             The received rows [arrived, ...], and the result of `compute`.
         """
+        # Start and end are two nodes of autograd. The engine runs ready nodes with higher sequence
+        # numbers first, so in backward `_ExchangeEnd` starts the exchange of gradients, then the
+        # backward of `compute` runs, and `_ExchangeStart` waits.
         x = _ExchangeStart.apply(x, self)
         result = compute()
         return _ExchangeEnd.apply(x, self), result
@@ -77,6 +80,8 @@ class RowExchange:
 
     def depart_back(self, gradient: Tensor) -> None:
         """Start the exchange of gradients."""
+        # The backend reads the memory as one block. The reference keeps a copy alive until the
+        # wait.
         self._leaving = gradient.contiguous()
         self._coming = all_to_all(self._leaving, self._left, self._arrived, self._group)
 
@@ -110,6 +115,7 @@ class _ExchangeEnd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.depart_back(gradient)
+        # Its values are never read: `_ExchangeStart.backward` returns the gradient that arrived.
         return gradient, None
 
 
@@ -150,11 +156,15 @@ class JourneyOverRanks(Journey):
         return super().overlapped_result() if self._computed is None else self._computed
 
     def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        # The number of rows per expert depends on the data, so ranks exchange counts before rows. A
+        # fixed number would need padding or would drop rows.
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchange_parts(counts_Ne, self.group)
         self._routed = self._read_routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
+        # Rows arrive by rank and then by expert. The grouped product needs all rows of an expert in
+        # one piece.
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
@@ -163,9 +173,13 @@ class JourneyOverRanks(Journey):
         filled in."""
         both = torch.stack([counts_Ne, received_Ne])
         if dist.get_backend(self.group) != "fake":
+            # One read for both, because each read waits for the device. all_to_all_single takes
+            # split sizes from the host, so one wait cannot be avoided.
             return RoutedRowCounts(*both.tolist())
         ranks, own = counts_Ne.shape
         routed = self._assumed(rows, ranks, own, self.group.rank())
+        # The received counts of a fake group are uninitialized. `send_rows` computes the experts'
+        # ends from them.
         for of_rank, numbers in zip(received_Ne.unbind(), routed.received, strict=True):
             for place, number in zip(of_rank.unbind(), numbers, strict=True):
                 place.fill_(number)
@@ -241,6 +255,7 @@ def overloaded_routing(rows: int, ranks: int, own: int, rank: int, *, more: int)
     """Return an even routing in which this rank's experts receive `more` additional rows."""
     routed = balanced_routing(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
+    # The number of received rows decides the memory; the source is arbitrary.
     received[(rank + 1) % ranks][0] += more
     return RoutedRowCounts(routed.sent, received)
 
@@ -249,8 +264,8 @@ def balanced_routing(rows: int, ranks: int, own: int, rank: int) -> RoutedRowCou
     """Return an even routing, for ranks without data.
 
     Each expert receives an equal number of rows from each rank. A rank sends the remaining rows one
-    by one to an expert of its own rank, then of the next rank, and so on, so that all ranks receive
-    the same number of rows.
+    by one to an expert of its rank, then of the next rank, and so on, so that all ranks receive the
+    same number of rows.
 
     Args:
         rows: Rows of each rank.
@@ -315,6 +330,8 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         for projection in experts.children():
             _shard_projection(projection, mesh.sort_axes(step.axes), mesh)
     if step.folded:
+        # A folded axis shards the tokens of a sample, so capacities and balance losses need the
+        # counts of all its ranks.
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
         route_slices(model, tokens, mesh.group_size(step.folded))
 
@@ -376,6 +393,8 @@ def _shard_experts(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
 @torch.no_grad()
 def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
     """Return the rank's shard of an expert tensor as a DTensor."""
+    # The axes of experts come first, as in the mesh: DTensor applies shardings of one dimension
+    # from left to right.
     held, meshes = weight, [mesh.submesh((axis,)) for axis in axes]
     placements: list[Placement] = [Shard(0)] * len(axes)
     if isinstance(weight, DTensor):
@@ -383,6 +402,7 @@ def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTe
         held, placements = weight.to_local(), [*placements, *weight.placements]
     own = len(held) // mesh.group_size(axes)
     return DTensor.from_local(
+        # A clone, because the view would keep the experts of all ranks alive.
         held.narrow(0, own * mesh.position(axes), own).clone(),
         concatenate_meshes(*meshes) if len(meshes) > 1 else meshes[0],
         placements,

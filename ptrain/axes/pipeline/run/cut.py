@@ -71,6 +71,7 @@ class StageInput:
 
         There may be a hundred, so they share one tensor, unless it is written into.
         """
+        # A tensor that the model writes into cannot be shared between layers.
         if self._before is None or self._is_written:
             self._before = self.make_placeholder(self.hidden_states.shape)
         return self._before
@@ -91,6 +92,7 @@ class StageInput:
         if self._is_written:
             return self.hidden_states.detach().new_zeros(*shape)
         if self._number is None:
+            # A view of one element needs no memory.
             self._number = self.hidden_states.detach()[(0,) * self.hidden_states.dim()]
         return self._number.expand(*shape)
 
@@ -123,6 +125,7 @@ class LaterLayer(nn.Identity):
     """The placeholder for a layer of a later stage, at which the forward pass ends."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
+        # An exception leaves the model's forward in the middle without a change of its code.
         raise StageExit(_hidden_among((given, named)))
 
 
@@ -140,6 +143,7 @@ class InputPlaceholder(nn.Identity):
         self._outputs: dict[Hashable, Tensor] = {}  # on the meta device
 
     def forward(self, *given: Any, **named: Any) -> Any:
+        # Training and evaluation may take other branches.
         key = self.training, _input_key(given, named)
         if key in self._outputs:
             return self._placeholder_like(self._outputs[key])
@@ -421,6 +425,8 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
         draws = _draws_random_numbers(model, forward)
         with in_mode(model, training=not draws):
             with copied_buffers(model):
+                # In copied buffers: a forward pass may write into them, and the stages must start
+                # from the same values.
                 whole = forward(model)
                 written = {name: buffer.clone() for name, buffer in model.named_buffers()}
             hidden = _run_stages(model, stages, chain, samples, forward, written)

@@ -37,6 +37,8 @@ def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | N
     Returns:
         The gradient of `given`, None for tokens.
     """
+    # A loss is passed without a tuple, because `stage_backward` skips a tuple of outputs that has
+    # no gradients (torch/distributed/pipelining/_backward.py, 2.13).
     if gradient is None:
         gradients = stage_backward(root, None, (given,))
     else:
@@ -73,6 +75,7 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
     torch keeps nodes and parameters of a group in sets, whose order depends on addresses, and so
     would the memory that is live at once. They are therefore sorted in model order.
     """
+    # Before `stage_backward_weight`, which deletes the nodes of a group as it goes.
     in_model_order(groups, parameters)
     stage_backward_weight(iter(parameters), groups)
     for parameter in parameters:
@@ -100,6 +103,8 @@ def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)
         group["intermediates"] = nodes = list(group["intermediates"])
+        # By the order of the forward pass. `grads` has one entry for each node, at the same
+        # position.
         order = sorted(range(len(nodes)), key=lambda place: sequence_number(nodes[place]))
         for key in ("intermediates", "grads"):
             group[key] = [group[key][place] for place in order]

@@ -169,6 +169,8 @@ class StagedModel(WrappedModel):
         elif held:
             first, last = held[: len(held) // 2], held[len(held) // 2 :]
             for one, other in zip(first, last, strict=True):
+                # Both copies get the sum, because each stage updates its own copy and they must
+                # stay equal.
                 other.copy_(one.add_(other))
 
 
@@ -227,6 +229,7 @@ class PendingMessage:
         self._message = None  # left from an earlier step that failed
         try:
             yield
+        # torch raises RuntimeError for a timeout and for a closed connection.
         except RuntimeError as error:
             raise RankFailed(f"{stages}: {self._describe_message()}{error}") from error
 
@@ -274,7 +277,7 @@ class PassCallbacks:
 
     Attributes:
         forward: Runs a stage, given the model to call and the samples.
-        given: Returns the context of the last stage's forward pass.
+        batch_context: Returns the context of the last stage's forward pass.
         loss: Returns the loss of the last stage's output; `evaluation_loss` is for evaluations.
         seed: Returns the gradient of the loss, None for 1.
         enter: Called with the phase and micro-batch of every pass.
@@ -352,6 +355,8 @@ class StageRunner:
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
+                # The received buffer becomes a leaf of this stage's graph. Its gradient goes to the
+                # previous stage.
                 given = None if given is None else given.requires_grad_()
                 return self._run_forward(number, given, samples)
             case Kind.INPUT if self.is_first:
@@ -386,12 +391,15 @@ class StageRunner:
             if not self.is_last:
                 self.boundary.require_match(output, self.index, number)
                 self._in_flight[number] = _InFlight(given, output, None)
+                # The message shares the output's memory but not its graph, which stays until this
+                # stage's backward.
                 return output.detach()
             loss = self.asked.loss(output, samples)
         self._in_flight[number] = _InFlight(given, output, loss)
         return None
 
     def _run_backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        # Taken out before the pass, so that nothing but the local variable keeps the graph alive.
         flight = self._in_flight.pop(number)
         with self._backward_pass(Kind.BACKWARD, number):
             return backward(flight.root, self._backward_seed(flight, gradient), flight.input)
@@ -407,6 +415,7 @@ class StageRunner:
                 self.wrapped.module.parameters(),
             )
         if self.is_last:
+            # The logits: the weight half continues from the groups and does not need them.
             flight.output = None
         return of_given
 
@@ -422,6 +431,7 @@ class StageRunner:
 
     @contextmanager
     def _backward_pass(self, kind: Kind, number: int) -> Iterator[None]:
+        # A micro-batch counts once: an input half completes no gradients.
         is_last = kind is not Kind.INPUT and self._passes_left == 1
         self._passes_left -= kind is not Kind.INPUT
         self.asked.enter(Phase.BACKWARD, number)

@@ -1,19 +1,20 @@
 """Apply a placement on the tensor axis to a module: torch's parallel styles by role, before any
 data axis wraps the module.
 
-Between sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
+Between sub-blocks a rank has all tokens (A = R) or its shard of them (A = S, S*: sequence
 parallelism). A sub-block's input is all-gathered once for all its column operators, so that their
 gradients are summed once: Megatron's two sums forward and two backward per block.
 
-torch's styles lack three things. Sub-blocks whose code counts features or heads by attributes or by
-the input's width see the rank's numbers; dropout inside a sub-block uses a mask per rank and one
-common mask outside; and layers whose weight is stored inputs by outputs (transformers' Conv1D) are
-sharded.
+This module adds three things to torch's styles:
 
-Several projections can be fused in one tensor, one after the other, and a rank has its slice of
-each. A DTensor knows slices of one piece only, so such a tensor is held with its rows in another
-order: the first rank's slices of all projections before the second rank's. Whoever takes it off a
-program gets it in the model's order.
+- Sub-blocks whose code counts features or heads get the rank's numbers.
+- Dropout uses a separate mask per rank inside a sub-block, and a common mask outside.
+- Layers whose weight is stored inputs by outputs (transformers' Conv1D) are sharded.
+
+Several projections can be fused in one tensor, one after the other, and a rank has a shard of each.
+A DTensor has only contiguous shards. Such a tensor is therefore stored with its rows in rank order:
+the first rank's shards of all projections, then the second rank's. Checkpoints have the model's
+order.
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ from ptrain.units import grouped
 
 
 def held_order(lengths: Sequence[int], degree: int) -> list[int]:
-    """Return the features of projections of these lengths in the order in which `degree` ranks hold
-    them."""
+    """Return the features of projections of these lengths in the order of the ranks."""
     return list(_fused_order(lengths, degree))
 
 
@@ -103,15 +103,17 @@ def _consecutive_runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FusedOrder:
-    """The order in which the tensors of fused projections are held, by their names in the model."""
+    """The order in which the tensors of fused projections are stored, by their names in the model.
+
+    Without a `step`, no projection is fused and all tensors stay in the model's order.
+    """
 
     def __init__(self, step: Parallelize | None = None, degree: int = 1) -> None:
         self.step = step
         self.degree = degree
 
     def to_model_order(self, named: Named) -> Named:
-        """Return tensors in the model's order, cut as they were. Collective over the ranks that
-        have parts of them."""
+        """Return tensors in the model's order, with their placements. Collective."""
         return {name: self._permute(name, tensor, back=True) for name, tensor in named.items()}
 
     def to_rank_order(self, named: Mapping[str, torch.Tensor]) -> Named:
@@ -129,8 +131,10 @@ class FusedOrder:
     def model_windows(
         self, name: str, shape: Sequence[int], window: Window, part: torch.Tensor
     ) -> Iterator[tuple[Window, torch.Tensor]]:
-        """Yield the windows in the model's order that make up a window of a tensor as it is held,
-        each with its place in `part`."""
+        """Yield the windows in the model's order that make up a window of a stored tensor.
+
+        `part` has the elements of `window`; each result has its view of `part`.
+        """
         lengths, place = self._lengths(name), 0
         if not lengths or self.step is None or not shape:
             yield window, part
@@ -145,8 +149,9 @@ class FusedOrder:
 
     @torch.no_grad()
     def reorder(self, path: str, module: nn.Module) -> None:
-        """Put the tensors of a fused projection, which are whole, into the order of the ranks."""
+        """Bring the full tensors of a fused projection into rank order, in place."""
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            # `.data` keeps the Parameter object, which may have several names and hooks.
             parameter.data = self._permute(name, parameter.data, back=False)
 
     def _permute(self, name: str, tensor: torch.Tensor, *, back: bool) -> torch.Tensor:
@@ -224,10 +229,14 @@ class RankRandomness:
         return partial(self._enter, self._num_modules - 1)
 
     def _enter(self, number: int, module: nn.Module, *_: object) -> None:
+        # A module with separate numbers may contain another one. The outer one restores the state.
         if not module.training or self._common is not None:
             return
         default = self._default_generator()
         self._common = default.get_state()
+        # A digest of the common state, and not a sum of state and rank: sums of neighbouring seeds
+        # and ranks would coincide. The state is restored before a recomputation, which therefore
+        # draws the same mask.
         place = f"{number} {self.index} ".encode() + self._common.numpy().tobytes()
         digest = hashlib.blake2b(place, digest_size=_SEED_BYTES).digest()
         default.manual_seed(int.from_bytes(digest, "big"))
@@ -247,6 +256,8 @@ class _NoTracker:
     """A no-op replacement for torch's tracker of DTensor random numbers. torch's tracker draws the
     same numbers on all ranks, starts with a broadcast and warns on CPUs."""
 
+    # torch's dispatch reads this attribute before it enters `_distribute_region`
+    # (torch/distributed/tensor/_dispatch.py, 2.13).
     distribute_region_enabled = False
 
     def _distribute_region(self, *_: object, **__: object) -> AbstractContextManager[None]:
@@ -265,16 +276,18 @@ def drawn_by_rank() -> AbstractContextManager[None]:
 
 
 class TransposedColumn(ColwiseParallel):
-    """A column layer: of its weight the second dimension is cut, of its bias the only one."""
+    """A column layer, whose weight is sharded by its second dimension. Its bias is sharded too."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _distribute_module(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
 
 
 class TransposedRow(RowwiseParallel):
-    """A row layer: of its weight the first dimension is cut, and its bias is whole."""
+    """A row layer, whose weight is sharded by its first dimension. Its bias is replicated."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # RowwiseParallel sets this in its own `_apply`, which accepts only nn.Linear and
+        # nn.Embedding (torch/distributed/tensor/parallel/style.py, 2.13).
         self.desired_input_layouts = (Shard(-1),)
         return _distribute_module(
             self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}
@@ -316,14 +329,18 @@ class LocalCounts:
     def register(
         self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
     ) -> None:
-        """Register the hooks. Call it after the styles of the columns are applied, so that these
-        run first."""
+        """Register the hooks, and divide the counting `attributes` by the degree.
+
+        Call it after the styles of the columns are applied.
+        """
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // self.degree)
         if columns:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
         for column in columns:
+            # First among the hooks, because the hook of the column's style makes a DTensor of its
+            # input, which must be the full one.
             column.register_forward_pre_hook(self._restore_input, prepend=True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,6 +352,7 @@ class LocalCounts:
         return self._narrow
 
     def _restore_input(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        # Any other tensor would be replaced by the wrong one without a message.
         assert args and args[0] is self._narrow, "a column takes what its sub-block is given"
         return (self._whole, *args[1:])
 
@@ -345,7 +363,15 @@ class LocalCounts:
 def parallelize(
     model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
 ) -> None:
-    """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    """Shard the operators of a model by the roles of the plan, in place.
+
+    Args:
+        model: The model or stage. Its tensors may be on meta.
+        step: The roles of its modules.
+        device_mesh: The 1-d mesh of tp.
+        registry: Receives the tags of gradients.
+    """
+    # Read before the styles: each of them registers a new Parameter under one name only.
     tied = _tied_names(model)
     order = FusedOrder(step, device_mesh.size())
     alone = standing_alone(_modules_with_roles(model, step))
@@ -355,9 +381,12 @@ def parallelize(
     for name, role in _modules_with_roles(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
+            # Before the style, which takes consecutive rows for each rank.
             order.reorder(name, module)
         between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
         for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
+            # All ranks have equal tensors already. With a source rank, torch would scatter each
+            # tensor from it.
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
@@ -400,7 +429,7 @@ def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
 
 
 def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
-    """Let a rank draw masks of its own for what only it has."""
+    """Draw a separate dropout mask per rank for sharded tensors."""
     # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
     own = RankRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
     for name, role in _modules_with_roles(model, step):
@@ -413,9 +442,18 @@ def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMes
 
 
 def require_rows(model: nn.Module, degree: int, shards: int) -> None:
-    """Raises SpecError where `degree` ranks, in each of which rows are cut again into `shards`,
-    have no rows or other numbers of them: of a model that is not built in the algebra does not
-    know the sizes."""
+    """Require that every rank has rows of each tensor, and equally many for each data shard.
+
+    The algebra checks this for built-in models only, because it does not have the sizes of others.
+
+    Args:
+        model: The sharded model.
+        degree: Number of tp ranks.
+        shards: Number of data ranks that shard the rows again.
+
+    Raises:
+        SpecError: A rank has no rows, or the shards differ.
+    """
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
             continue
@@ -437,13 +475,15 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
 
 
 def local_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that every rank has, as a plain tensor."""
+    """Return a replicated loss as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
-    """Return the function that computes the loss of a slice of the tokens. If logits do not stay
-    sharded over the vocabulary, those of the slice are all-gathered."""
+    """Return the function that computes the loss of a chunk of tokens in the head.
+
+    The logits of a chunk are all-gathered, unless they stay sharded over the vocabulary.
+    """
     if tensor is None or tensor.loss_parallel:
         return LossInHead(step)
 
@@ -466,8 +506,8 @@ def _activation_placement(step: Parallelize) -> Placement:
 def _parallel_styles(
     step: Parallelize, role: Role, registry: TagRegistry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
-    """`between`: what a rank has of the tokens around the module; `is_alone`: no sub-block makes
-    the module's input whole."""
+    """Yield a role's parallel styles in the order of application. `between` is the placement of
+    tokens outside of sub-blocks; `is_alone`: no sub-block gathers the input."""
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
         case Role.VOCABULARY if step.has_whole_ends:
@@ -486,6 +526,8 @@ def _parallel_styles(
             if not step.is_naive:
                 yield FullInput(between, regathers=step.is_saved_cut)
         case Role.COLUMN | Role.TRANSPOSED_COLUMN:
+            # In the paired plan the sub-block has all-gathered its input already. A column that
+            # stands alone gathers it itself.
             layout = between if step.is_naive or is_alone else Replicate()
             style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
             yield style(input_layouts=layout)
@@ -532,12 +574,16 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Register one parameter under all names of a tensor: each module that was cut got its own."""
+    """Register one parameter under all names of a tensor.
+
+    Each style registered a separate parameter.
+    """
     for first, *others in tied:
         kept = model.get_parameter(first)
         for name in others:
             path, _, attribute = name.rpartition(".")
             is_cut = isinstance(model.get_parameter(name), DTensor), isinstance(kept, DTensor)
+            # One of the two names would otherwise compute with a tensor that is not trained.
             assert is_cut[0] is is_cut[1], (
                 f"{first} and {name} are the same tensor, but only one is sharded"
             )

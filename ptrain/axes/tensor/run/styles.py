@@ -1,7 +1,7 @@
 """Lay out a module's parameters, inputs and outputs over the tensor axis where torch has no style.
 
-A = S*: of the common input of the column operators, each rank saves its slice of the tokens and
-all-gathers it again for backward (Korthikanti et al. 2022, section 4.2.2).
+A = S*: each rank saves its shard of the column operators' common input, and all-gathers it again
+for backward (Korthikanti et al. 2022, section 4.2.2).
 
 Several ranks may compute a part of one parameter's gradient. The module then reads the parameter
 through a function whose backward pass sums the parts.
@@ -43,19 +43,19 @@ class _ParameterTransform(ParallelStyle):
 
     @abstractmethod
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
-        """`parameter` itself in a forward pass, with a backward pass of its own."""
+        """Return the tensor that the module reads; its backward pass may differ from identity."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.put_on(module, device_mesh)
 
     def put_on(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Return the module, which reads its parameters so from now on."""
+        """Register hooks on a module by which it reads transformed parameters, and return it."""
         ReadThrough(module, partial(self.transform, device_mesh=device_mesh))
         return module
 
 
 class LocalShards(_ParameterTransform):
-    """Passes the local shard of each parameter, for a module that computes only with that."""
+    """The style that passes the local shard of each parameter to a module without DTensors."""
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -68,25 +68,32 @@ class _TaggingTransform(_ParameterTransform):
 
 
 class GradientsLikeParameters(_TaggingTransform):
-    """Gives gradients the placement of their parameters: for parameters that are used on a rank's
-    tokens, or that are sharded but whose gradients are full."""
+    """The style that gives gradients the placement of their parameters.
+
+    It is for parameters that are used on a rank's tokens, and for sharded ones with full gradients.
+    """
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return _GradientLikeParameter.apply(parameter, self.registry)
 
 
 class SummedGradients(_TaggingTransform):
-    """Sums gradients over the ranks: for a replicated parameter that each rank uses on its shard of
-    the features, such as a norm of the heads within attention."""
+    """The style that sums gradients over the ranks.
+
+    It is for a replicated parameter that each rank uses on its shard of the features, such as a
+    norm of the heads within attention.
+    """
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return _SumGradient.apply(parameter, device_mesh.get_group(), self.registry)
 
 
 class _GradientLikeParameter(torch.autograd.Function):
-    """The identity; backward gives a gradient the cut of its parameter. What the ranks computed of
-    their tokens (of a norm) is summed here, once. An embedding's comes whole; this rank's rows are
-    all that stays of it."""
+    """The identity, whose backward pass gives the gradient the placement of its parameter.
+
+    The ranks' gradients of a norm on token shards are partial sums, which are summed here once. An
+    embedding's gradient is full, and only this rank's rows are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, registry: TagRegistry) -> torch.Tensor:
@@ -97,6 +104,7 @@ class _GradientLikeParameter(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
         if gradient.placements == ctx.placements:
             return gradient, None
+        # Tagged before the collective, which the meters classify by the tag of its input.
         ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
         kept = gradient.redistribute(placements=ctx.placements)
         if isinstance(ctx.placements[0], Shard):
@@ -130,12 +138,12 @@ class _SumGradient(torch.autograd.Function):
         return summed, None, None
 
 
-# A = S*: what the column operators save of their common input is the slice of the tokens that this
-# rank had, gathered again for the backward pass (Korthikanti et al. 2022, section 4.2.2).
+# A = S*: column operators save this rank's token shard of their common input. It is all-gathered
+# again for the backward pass (Korthikanti et al. 2022, section 4.2.2).
 
 
 class _SavedShard:
-    """A saved view of a gathered tensor, as the slice that it was gathered from."""
+    """A saved view of an all-gathered tensor, stored as this rank's shard of it."""
 
     def __init__(self, source: _GatherSource, part: _SavedTensor, saved: torch.Tensor) -> None:
         self.source = source
@@ -148,10 +156,11 @@ class _SavedShard:
 
 
 class _SavedTensor:
-    """A tensor as the hooks around this sub-block's save it: of a block that is computed again, or
-    kept off the device."""
+    """A tensor that is saved by the outer hooks, of recomputation or offload."""
 
     def __init__(self, saved: torch.Tensor, outer: Hooks) -> None:
+        # saved_tensors_hooks do not nest: only the innermost pair is called. So this pair calls the
+        # outer one, which may offload or recompute.
         pack, self._unpack = outer
         self._packed = pack(saved)
 
@@ -171,8 +180,9 @@ class _GatherSource:
         self._whole: DTensor | None = None
 
     def gather_full(self, saved: _SavedTensor) -> DTensor:
-        """Return the whole tensor for one of the saved views; the last one lets it go."""
+        """Return the full tensor for a saved view; it is dropped after the last view."""
         if self._whole is None:
+            # The first use all-gathers once for all saved views.
             self._whole = DTensor.from_local(
                 saved.tensor(), self.device_mesh, [Shard(self.dim)], run_check=False
             ).redistribute(placements=[Replicate()])
@@ -184,7 +194,10 @@ class _GatherSource:
 
 
 class Regather:
-    """Hooks on what autograd saves while one sub-block runs, within those that there are."""
+    """The hooks on the tensors that autograd saves while one sub-block runs.
+
+    They call the saved-tensor hooks that were active before.
+    """
 
     def __init__(self, device_mesh: DeviceMesh, dim: int) -> None:
         self.device_mesh = device_mesh
@@ -198,11 +211,13 @@ class Regather:
     def enter(self) -> None:
         self._outer = innermost_saved_tensor_hooks() or _NONE
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        # Entered and left by two hooks of the module, since a `with` block cannot span them.
         self._hooks.__enter__()
 
     def record_gather(self, part: torch.Tensor, gathered: DTensor) -> None:
         """Record that `gathered` was all-gathered from `part`."""
         self._source = _GatherSource(self.device_mesh, self.dim)
+        # Without its graph, so that saving the part does not keep earlier activations alive.
         self._part = part.detach()
         # The address of the StorageImpl: autograd saves views of it, not `gathered` itself.
         self._key = gathered.to_local().untyped_storage()._cdata
@@ -239,7 +254,7 @@ SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
 
 class _TokenStyle(ParallelStyle):
-    """`between`: what a rank has of the tokens between the sub-blocks."""
+    """A style with the placement of the tokens between sub-blocks, `between`."""
 
     def __init__(self, between: Placement) -> None:
         super().__init__()
@@ -247,8 +262,10 @@ class _TokenStyle(ParallelStyle):
 
 
 class FullInput(_TokenStyle):
-    """The first floating tensor that a module is given is made whole; as a DTensor, so that what
-    its users' gradients add up to is summed over the ranks once, where it came from."""
+    """The style that all-gathers the first floating-point input of a module as a DTensor.
+
+    The gradients of all its users are added first, and then summed over the ranks once.
+    """
 
     def __init__(self, between: Placement, *, regathers: bool = False) -> None:
         super().__init__(between)
@@ -271,18 +288,24 @@ class FullInput(_TokenStyle):
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if regather is not None:
+            # always_call: after an exception the pair of hooks would otherwise stay active for all
+            # later modules.
             module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
         return module
 
 
 class LocalFullInput(FullInput):
-    """All-gathers the first floating-point input like `FullInput`, but as a local tensor, whose
-    gradient is a partial sum."""
+    """The style that all-gathers the input like `FullInput`, but as a local tensor.
+
+    The gradient of that tensor is a partial sum.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Declared as a partial sum, the gradient is reduced once, by the backward of the
+            # all-gather. By default DTensor would take each rank's part for the full gradient.
             return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -290,8 +313,10 @@ class LocalFullInput(FullInput):
 
 
 class PartialSums(LocalFullInput):
-    """All-gathers the input like `LocalFullInput`; the module's output is a partial sum. Inside the
-    module nothing is a DTensor."""
+    """The style of a module whose output is a partial sum, and which uses no DTensors.
+
+    It all-gathers the input like `LocalFullInput`.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -306,7 +331,7 @@ class PartialSums(LocalFullInput):
 
 
 class InnerShards(ParallelStyle):
-    """A module's weight is cut along `dim`; the module reads its own slice of it."""
+    """The style that shards a module's weight along `dim`; the module reads its local shard."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -321,7 +346,7 @@ class InnerShards(ParallelStyle):
 
 
 class FullOutput(_TokenStyle):
-    """All-gathers a module's output, as a DTensor."""
+    """The style that all-gathers a module's output as a DTensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(
@@ -331,7 +356,7 @@ class FullOutput(_TokenStyle):
 
 
 class ShardTokens(_TokenStyle):
-    """Shards the first floating-point input, which is equal on all ranks, by tokens."""
+    """The style that shards the first floating-point input, a replicated one, by tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def part(whole: torch.Tensor) -> torch.Tensor:
@@ -345,7 +370,7 @@ class ShardTokens(_TokenStyle):
 
 
 class GatherTokens(_TokenStyle):
-    """All-gathers the first output tensor, which is sharded by tokens."""
+    """The style that all-gathers the first output tensor, which is sharded by tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def leave(_: nn.Module, __: object, output: Any) -> Any:
@@ -359,8 +384,10 @@ class GatherTokens(_TokenStyle):
 
 
 class LocalInput(ParallelStyle):
-    """The first floating tensor that a module is given becomes the rank's own part, which is what
-    it is given when it runs again."""
+    """The style that replaces the first floating-point input by its local shard.
+
+    The input is a local tensor already when the module is recomputed.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -373,12 +400,16 @@ class LocalInput(ParallelStyle):
 
 
 class HeadParallel(ColwiseParallel):
-    """A head's logits are cut over the vocabulary; a loss in their place is whole."""
+    """The style that shards a head's logits over the vocabulary.
+
+    If the head returns a loss, it stays a plain tensor.
+    """
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
+        # A loss in the head returns a plain scalar, which has no vocabulary dimension to shard.
         if not isinstance(outputs, DTensor):
             return outputs
         return ColwiseParallel._prepare_output_fn(
@@ -387,7 +418,7 @@ class HeadParallel(ColwiseParallel):
 
 
 class ReplicateParallel(ParallelStyle):
-    """Replicates a module's parameters, which each rank uses on its part of the tokens."""
+    """The style that replicates a module's parameters, which a rank uses on its token shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def replica(_: str, own: torch.Tensor) -> DTensor:
@@ -398,7 +429,13 @@ class ReplicateParallel(ParallelStyle):
 
 
 def replace_parameters(module: nn.Module, make: Callable[[str, torch.Tensor], DTensor]) -> None:
-    """Give a module what `make` makes of its own parameters, by name, in place of them."""
+    """Replace a module's direct parameters by the DTensors that `make` returns.
+
+    Args:
+        module: The module, changed in place.
+        make: Returns the DTensor for a name and a parameter.
+    """
+    # A list, because registering changes the dictionary that is iterated.
     for name, parameter in list(module.named_parameters(recurse=False)):
         own = nn.Parameter(make(name, parameter), parameter.requires_grad)
         module.register_parameter(name, own)
@@ -416,6 +453,9 @@ def _gather_full(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement)
 def _redistribute(
     part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
 ) -> torch.Tensor:
-    """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""
+    """Return a rank's local tensor in another placement.
+
+    Replicated tensors have equal gradients on all ranks.
+    """
     distributed = DTensor.from_local(part, device_mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()
