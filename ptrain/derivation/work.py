@@ -158,6 +158,8 @@ def _sum_inputs_separately(work: LayerWork, setting: Setting) -> LayerWork:
     (hidden,) = {
         item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
     }
+    # The naive plan gives each column operator a separate input, so autograd sums their gradients
+    # in separate all-reduces instead of one for all operators of a sub-block.
     sums = (hidden._replace(times=more),)
     inputs = work.inputs + sums if work.inputs else ()
     return work._replace(backward=work.backward + sums, inputs=inputs)
@@ -186,6 +188,7 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
 def _chunked_loss_work(setting: Setting) -> LayerWork:
     """Return the work after the layers for a loss in chunks."""
     values = tables.values_of(setting)
+
     untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
     evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]
