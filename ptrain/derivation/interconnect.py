@@ -64,8 +64,8 @@ class Network:
     def straggler_share(self) -> float:
         """The fraction by which this number of nodes makes a step longer."""
         per_doubling = self.cluster.slowdown_per_doubling if self.cluster else 0.0
-        # The default per doubling is fitted to jobs on 1 to 64 nodes (`spec.cluster`). The
-        # logarithm is the form of that fit, not a law.
+        # The default comes from published jobs on up to 64 nodes (`spec.cluster`). That the delay
+        # grows with the logarithm of the nodes is assumed.
         return per_doubling * log2(self.nodes)
 
     def host_seconds(self, size: int) -> float:

@@ -332,8 +332,6 @@ class _Operators:
             if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
         }
         heads = [shape[::-1] for shape in self._weights[Role.HEAD].values()]
-        # A tied head has no weight of its own, but its product is sharded like that of an untied
-        # one.
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
         last = [shape[0] for shape in self._weights[Role.LAST_NORM].values()]

@@ -188,7 +188,6 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
 def _chunked_loss_work(setting: Setting) -> LayerWork:
     """Return the work after the layers for a loss in chunks."""
     values = tables.values_of(setting)
-
     untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
     evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]

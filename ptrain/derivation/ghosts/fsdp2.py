@@ -89,9 +89,9 @@ def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
 # A gather allocates a buffer and then a tensor per parameter. In forward the buffer lives until the
 # next unit is gathered. In backward it is freed at once, and the next unit's gather starts before
 # this unit's backward. On an accelerator the host runs ahead of the device, so a gather starts when
-# the all-gather stream allows it. In forward this stream waits for the parameters of the unit before
-# the one in use (at the root: for all compute so far), in backward for those of the unit in use
-# (`wait_for_unshard`).
+# the all-gather stream allows it. In forward this stream waits for the parameters of the unit
+# before the one in use (at the root: for all compute so far), in backward for those of the unit in
+# use (`wait_for_unshard`).
 
 
 class Gathers:
