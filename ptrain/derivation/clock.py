@@ -81,9 +81,8 @@ Sent = tuple[str, Collective]  # over an axis
 
 
 class Messages(NamedTuple):
-    """The messages of one kind: their seconds in transit (`moving`), the seconds that the rank
-    waits for them (`waited`), and the delay of the first one's start that causes no wait
-    (`slack`)."""
+    """The messages of one kind: seconds in transit (`moving`), seconds that the rank waits for them
+    (`waited`), and the delay of the first one's start that causes no wait (`slack`)."""
 
     moving: float
     waited: float
@@ -357,8 +356,7 @@ class Clock:
 
     def agree_on_loss(self) -> None:
         """Let all ranks agree on the loss before the update (`train.finite`). This is timed only
-        for CPU ranks on several nodes, as a small all-reduce. Within a node it goes over sockets in
-        about 0.1 ms."""
+        for CPU ranks on several nodes. Within a node it takes about 0.1 ms."""
         sums, world, nodes = Collective.ALL_REDUCE, self.network.world, self.network.nodes
         if nodes > 1 and not self.pace.overlaps:
             key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), sums)

@@ -491,8 +491,7 @@ def in_flight(
         key = like[place, index, tokens] = stand_in, firsts, id(rows_of[tokens])
         if key not in played:
             played[key] = play(key, rows_of[tokens])
-    # Communication after a pass overlaps the rank's idle time, which is known only once the
-    # schedule has all ranks' passes. A second simulation uses the gaps of the first one.
+    # communication after a pass overlaps idle time, which the schedule of all ranks determines
     if timing and schedule.ranks > 1 and stages[0].plan.wrap.works_between_passes:
         part_of.cache_clear()  # it has results recorded without gaps
         gaps = idle_gaps(_rank_times(played), timing)
