@@ -24,11 +24,15 @@ from dataclasses import dataclass, field
 
 MIB = 2**20
 COMPUTING = "computing"  # the default stream
+# c10/core/AllocatorConfig.h, torch 2.13, has these constants. `large_segment_size_mb` can change
+# the page of large blocks. It is assumed to be unset.
 _ROUNDED = 512  # kMinBlockSize
 _SMALL = MIB  # kSmallSize: the largest block of a small pool
 _PACKED = 10 * MIB  # kMinLargeAlloc: larger segments hold one block
 _SMALL_PAGE, _LARGE_PAGE = 2 * MIB, 20 * MIB
-_MOST_STEPS = 32  # repeated until the reserved bytes are steady
+# Best fit can settle late, because each step starts from the free blocks of the previous one. After
+# so many steps without a fixed point, no figure is better than one that still grows.
+_MOST_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,9 @@ def steady_reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
         The steady state, or None if the reserved bytes still grow after 32 repeated steps.
     """
     allocator = CachingAllocator(expands=expands)
+    # torch's optimizers allocate their state in the first update. The moments of the first step
+    # therefore lie after the activations' segments, not next to the parameters. All later steps see
+    # these addresses.
     forward, update = step.events[: step.update], step.events[step.update :]
     for event in (*step.resident, *forward, *step.moments, *update):
         allocator.run(event)
@@ -138,6 +145,9 @@ class CachingAllocator:
     def end_step(self, resident: Sequence[AllocatorEvent]) -> None:
         """End a step: free all blocks except `resident`, then allocate the missing `resident`
         blocks."""
+        # A stream of a step may end with storages that the next step frees. Freeing them here makes
+        # every repetition start from equal live bytes. Otherwise the reserved bytes would never be
+        # steady.
         there = {event.key for event in resident}
         for key in [key for key in self._held if key not in there]:
             self.run(AllocatorEvent(key, -1))
@@ -154,6 +164,8 @@ class CachingAllocator:
         return sums
 
     def _pool(self, event: AllocatorEvent) -> Pool:
+        # `get_pool` selects the pool by the rounded size. Rounding to 512 bytes moves no size over
+        # 1 MiB, so the size as requested gives the same pool.
         is_small = event.size <= _SMALL
         key = event.stream, is_small
         if key not in self._pools:
@@ -180,6 +192,9 @@ class Pool:
         """Return the address and the size of a block of at least `requested` bytes."""
         size = -(-requested // _ROUNDED) * _ROUNDED
         address, block = self._take_fitting(size) or self._grow(size)
+        # `should_split`: a remainder of a large block that is no larger than kSmallSize would fit
+        # no request to the large pool. It stays with its block. Expandable segments split at any
+        # remainder, as small pools do.
         if block - size >= (_ROUNDED if self.is_small or self.expands else MIB + 1):
             self._insert(address + size, block - size)
             block = size
@@ -197,6 +212,8 @@ class Pool:
     def _take_fitting(self, size: int) -> tuple[int, int] | None:
         """Remove and return the (address, size) of the smallest free block that fits, or None."""
         best = self.free[(place := bisect_left(self.free, (size, 0))) : place + 2]
+        # `get_free_block` ranks the block at the end of an expandable segment by the size to which
+        # it can grow. Any other block that fits is therefore preferred.
         if self.expands and len(best) == 2 and sum(best[0]) == self._top:
             del best[0]
         return (best[0][1], self._remove(best[0][1])) if best else None
@@ -209,6 +226,8 @@ class Pool:
         elif self._top in self._ends:
             address = self._ends[self._top]
             there = self._remove(address)
+        # `get_allocation_size`: blocks below kMinLargeAlloc share a segment of 20 MiB. With
+        # expandable segments this is the page of the large pool for all sizes.
         is_packed = not self.is_small and (self.expands or size < _PACKED)
         page = _LARGE_PAGE if is_packed else _SMALL_PAGE
         more = -(-(size - there) // page) * page

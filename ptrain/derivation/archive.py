@@ -81,6 +81,7 @@ def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> N
             )
             member = ZipInfo(f"{part}/{name}", date_time=_WRITTEN)
             archive.writestr(member, "\n".join(lines), ZIP_DEFLATED, compresslevel=9)
+    # A reader may hold the archive open while tables are written. It never sees a part of a file.
     new.replace(path)
 
 

@@ -35,9 +35,6 @@ from ptrain.spec.placement import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 
-# The records of a clock: activity on its lanes, arrivals, and snapshots.
-
-
 Seconds = dict[TimeKey, float]
 
 
@@ -84,8 +81,8 @@ Sent = tuple[str, Collective]  # over an axis
 
 
 class Messages(NamedTuple):
-    """Messages of one kind: seconds in transit (`moving`), seconds that the rank waits for them
-    (`waited`), and the delay of the first one's start that would cause no wait (`spare`)."""
+    """The messages of one kind: seconds in transit (`moving`), seconds that the rank waits for them
+    (`waited`), and the delay of the first one's start that causes no wait (`slack`)."""
 
     moving: float
     waited: float
@@ -181,7 +178,7 @@ def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...
 
 
 def with_stragglers(rows: Sequence[TimeRow], network: Network) -> tuple[TimeRow, ...]:
-    """Return the rows of a step with the delay that stragglers among many nodes add."""
+    """Return the rows of a step with the delay of stragglers among many nodes."""
     seconds = network.straggler_share * sum(row.seconds for row in rows)
     key = TimeKey(Spent.STRAGGLERS, Phase.UPDATE)
     return (*rows, TimeRow(key=key, seconds=seconds)) if seconds else tuple(rows)
@@ -266,6 +263,8 @@ class Clock:
 
     def _interfere(self, computed: float, under_way: float) -> None:
         """Add the slowdown of compute while a collective runs, for at most as long as it runs."""
+        # Compute and the collective are slowed only while both run: at most all of the compute, or
+        # the part that fits into the rest of the collective.
         longer = min(computed * self._slowdown, under_way * self._slowdown / (1 + self._slowdown))
         self.spend_seconds(_time_key(Spent.INTERFERENCE, self.phase), longer)
 
@@ -298,6 +297,7 @@ class Clock:
         row = OPTIMIZERS[optimizer]
         if not row.is_elementwise:
             raise UnknownRate(f"the host computes the {optimizer} update, which has no rate")
+        # Read parameters, gradients and moments, write parameters and moments.
         accesses = 3 + 2 * len(row.moments)
         self.use_host(accesses * dtype.itemsize * sum(map(math.prod, shapes)))
 
@@ -356,8 +356,7 @@ class Clock:
 
     def agree_on_loss(self) -> None:
         """Let all ranks agree on the loss before the update (`train.finite`). This is timed only
-        for CPU ranks on several nodes, as a small all-reduce. Within a node it goes over sockets in
-        about 0.1 ms."""
+        for CPU ranks on several nodes. Within a node it takes about 0.1 ms."""
         sums, world, nodes = Collective.ALL_REDUCE, self.network.world, self.network.nodes
         if nodes > 1 and not self.pace.overlaps:
             key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), sums)
@@ -432,7 +431,7 @@ class Clock:
     def _overlap(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
         """Add a share of messages that were sent while the share of compute since `began` ran. If
         other activity held the lane, all messages are late, and the rank waits for the delay beyond
-        `spare`."""
+        `slack`."""
         held_up = max(0.0, self.free.get(key.axes, 0.0) - began)
         moving = share * messages.moving
         late = max(0.0, held_up - share * messages.slack)
@@ -483,7 +482,7 @@ class Clock:
         )
 
     def add(self, spent: tuple[Seconds, Seconds], times: int = 1) -> None:
-        """Add `times` times the seconds that `since` returned."""
+        """Add `times` times the seconds that `seconds_since` returned."""
         for sums, more in zip((self.own, self.moving), spent, strict=True):
             for key, seconds in more.items():
                 sums[key] = sums.get(key, 0.0) + times * seconds

@@ -168,6 +168,8 @@ class ActivationMoves:
         """Wait for a unit's activations at the start of its backward pass."""
         if unit not in self.moved:
             return
+        # No block prefetches the last one's activations, so their return starts here and is
+        # exposed.
         if self.coming is None:  # the first one: its copy to the host must have ended
             self.coming = self._start_return(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
         for arrival in self.coming:
@@ -287,6 +289,8 @@ def score_pass(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWo
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in layers.tensors.items():
+        # All shares of a layer are of one PassSeconds, so that consecutive ones can be merged by
+        # identity.
         seconds = _layer_seconds(clock, layers.layers[name], kind, layers.kept[name])
         for tensor, unit, share in _tensor_shares(tensors, completed):
             place = unplaced
@@ -300,6 +304,8 @@ def score_pass(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWo
         for work in (layers.front, layers.behind)
     )
     first, last = (front, behind) if is_forward else (behind, front)
+    # The embedding's backward is the last work of the pass, but its gradient completes before wraps
+    # end the root's unit. The work belongs before that gradient, which a reduction may overlap.
     if not is_forward and front and (gradient := _gradient_after_layers(items, at_gradient)):
         at_gradient[gradient], last = front, []
     return PassScore(
@@ -331,6 +337,8 @@ def _tensor_shares(
     matrices. A layer without tensors has one share.
     """
     own = [(t, unit) for t, unit in tensors if t.name in completed] or tensors
+    # Vectors (norms, biases) are a small part of the products, but often complete first or last.
+    # They would shift compute to the wrong gradients.
     sizes = [t.numel if len(t.shape) > 1 else 0 for t, _ in own]
     if not any(sizes):
         sizes = [t.numel for t, _ in own]

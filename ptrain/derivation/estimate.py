@@ -1,4 +1,5 @@
-"""`derive`: what a spec costs, by the paper (`paper`) and as it runs (`exact`), and its plan.
+"""`derive`: the cost of a spec by the paper's formulas (`paper`) and as it runs (`exact`), and its
+plan.
 
 Model FLOPs utilization (MFU) follows from the time of a step. A token costs 6N + 12·L·d·s
 operations in forward and backward. N is the number of parameters without those that are only looked
@@ -77,7 +78,7 @@ _FP8_TIME = (
 )
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
-_PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
+_PROVEN = ("2.13",)  # versions of torch whose programs allocated the predicted bytes in tests
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
 
@@ -87,8 +88,7 @@ _OfStep = Callable[[Spec, Plan, ModelFacts, Machine | None], Estimate]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derivation(Worded):
-    """Both predictions of one spec, and the plan that the second one is about. `facts` are those
-    that it was derived from."""
+    """Both predictions of one spec, the plan of the exact one, and the facts of the model."""
 
     paper: Estimate
     exact: Estimate
@@ -226,10 +226,12 @@ def _with_step(
     limit: float = inf,
     of_memory: bool = False,
 ) -> Estimate:
-    """As `exact` does. Raises UnknownRate where a rate is missing."""
+    """Return the exact estimate with the step time, or raise UnknownRate if a rate is missing."""
     machine = machine_of(spec, plan, facts) if machine is None else machine
     if plan.loads is None:
         return _exact_memory(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
+    # Memory and traffic follow the stated routing. The time of uneven ranks is unknown, so that of
+    # an even routing is given, with a note.
     even = spec.with_fields(routing=None), replace(plan, loads=None)
     step = _exact_memory(*even, facts, machine, of_memory=of_memory).step
     step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
@@ -238,8 +240,8 @@ def _with_step(
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
-    """Raises SpecError for parameters that may have a gradient on one data rank and on another
-    none: what they then sum would not fit together."""
+    """Raise SpecError if a parameter may have a gradient on one data rank and none on another,
+    because the ranks would reduce different sets of gradients."""
     if not facts.unvisited or spec.data_degree == 1:
         return
     first, *others = facts.unvisited
@@ -263,7 +265,8 @@ def _exact_memory(
     of_memory: bool = False,
 ) -> Estimate:
     """Return the exact estimate, with bounds if sizes depend on data."""
-    limit = inf if facts.others else limit  # of several peaks the least decides
+    # a spec that depends on data fits if its smallest peak does, so none may stop the simulation
+    limit = inf if facts.others else limit
     estimate = exact_estimate(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
     others = [
         exact_estimate(spec, plan, other, limit=limit, of_memory=of_memory)
@@ -273,8 +276,8 @@ def _exact_memory(
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
-    """The facts of a built-in model whose activations tables tell, or that cannot be traced: then
-    nothing is said of them. None where the model itself is to be read."""
+    """Return the facts of a built-in model that is not traced, because tables cover it or it cannot
+    be traced; None if the module must be read."""
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = built_in_facts(spec)
@@ -310,16 +313,26 @@ def exact_estimate(
     limit: float = inf,
     of_memory: bool = False,
 ) -> Estimate:
-    """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    Of a `machine` the step's time, too. `of_memory`: of nothing else than the fullest ranks. Raises
-    TooLarge for a peak above `limit`. Each rank's rows are those of its stages; of traffic there is
-    a row for each account, where they differ."""
+    """Return memory by state and rank, peaks by phase, and traffic by axes, collective, state and
+    phase.
+
+    Args:
+        spec: The spec.
+        plan: Its plan.
+        facts: Its model.
+        machine: Rates to predict the step time. None predicts none.
+        limit: Bytes of the largest allowed peak.
+        of_memory: Only simulate the fullest ranks, and leave out traffic.
+
+    Raises:
+        PeakExceeded: The peak is above `limit`.
+    """
     stages, schedule = staged(spec, plan, facts), schedule_of(spec)
     memory = resident(spec, plan, stages, schedule)
     estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
     if (is_tabulated(spec) and not facts.roles) or stages[0].is_traced:
         timing = machine.of_step(spec, plan, facts, schedule) if machine else None
-        # a host counts all, and the time of a step depends on all
+        # the host bytes of a node are sums over ranks, and the slowest rank decides the time
         is_all = not of_memory or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, limit)
@@ -354,15 +367,13 @@ def _is_fp8_derived(spec: Spec) -> bool:
 
 
 def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
-    """What an account says of one kind of call, which its rank may have none of."""
+    """Return an account's row of one kind of call, with zeros if its rank has no such call."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
     return next((row for row in rows if row.key == key), none)
 
 
-# Bounds in place of sizes, for a model that selects by data: the same step derived at several
-# extents of what is selected, of which the least and the largest figure are taken, row by row.
-# What does not depend on the traces (Θ, Ω, G, traffic) is alike in all, and stays exact.
-
+# Bounds for a model that selects elements by data: the step is derived at several numbers of
+# selected elements. Figures that do not depend on traces (Θ, Ω, G, traffic) are equal in all.
 
 RowT = TypeVar("RowT", Footprint, Peak)
 
@@ -375,8 +386,9 @@ _PASSING = (State.ACTIVATIONS, State.TRANSIENT)
 
 
 def with_bounds(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimate:
-    """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
-    `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
+    """Return an estimate with bounds from `others`, the estimates at other numbers of selected
+    elements. Activations, peaks and traffic are undefined if the elements are offloaded or
+    communicated. `who` names the modules that select."""
     if any(_offload_key(other) != _offload_key(estimate) for other in others):
         why = f"{who}, and the selected elements are offloaded or communicated"
         undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
@@ -416,13 +428,10 @@ def _bound_row(rows: Sequence[RowT]) -> RowT:
     return replace(rows[0], device_bytes=max(sizes), lower_bytes=lower)
 
 
-# A step's lanes: what a rank does when, and what moves beside it; of a pipeline, what every rank
-# does.
-
-
 def step_lanes(derivation: Derivation) -> tuple[LaneSpan, ...]:
-    """Return the spans of a step whose time was predicted, every block by itself. Of micro-batches
-    between the first and the last there is one. Raises UnknownRate where there is no time."""
+    """Return the spans of a step: compute and communication of one rank, or the passes of all
+    pipeline ranks. Only one of the micro-batches between the first and the last is included.
+    Raise UnknownRate if the step time is unknown."""
     spec, facts = derivation.spec, derivation.facts
     spans: list[LaneSpan] = []
     machine = machine_of(spec, derivation.plan, facts)
@@ -430,13 +439,10 @@ def step_lanes(derivation: Derivation) -> tuple[LaneSpan, ...]:
     return tuple(spans)
 
 
-# What a run's own routing makes of the prediction: the formula of where tokens go, with the counts
-# of the step that was measured. It says nothing before a run, and is kept apart from what does.
-
-
+# A separate column, because predictions never read a run.
 def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estimate | None:
-    """Return the exact column with the counts of a run's `step` (from 1) in place of what it
-    assumes; None where it assumes nothing of where tokens go."""
+    """Return the exact estimate with the token counts of a run's `step` (from 1), or None if the
+    prediction assumes no routing."""
     if not derivation.exact.assumed:
         return None
     exact = derive(
@@ -457,6 +463,8 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
 
 _MODEL_AXES = (Axis.TP, Axis.PP)
 _ALIKE = 0.02  # relative tolerance of device memory: torch's value varies with the driver
+# Operations of a token (module docstring): a product has 2 per parameter, forward once and backward
+# twice. Scores and values are two products of s·d, hence 2·2·3. A causal mask leaves half of them.
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
 
 

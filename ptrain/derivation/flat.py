@@ -106,6 +106,8 @@ def _views_by_shard(cut: Cut, degrees: Degrees) -> list[Views]:
     An axis that does not shard the gradients has one place.
     """
     tensors, cutting, padded, axes, own = cut
+    # A search derives units of thousands of shards, and most of them are in one tensor each. The
+    # strides give each shard's number without a walk over the runs for every place.
     if {*axes} <= {*cutting}:  # a shard is one contiguous range
         views = _views_in_order(tensors, padded, math.prod(own))
         strides = {axis: math.prod(own[at + 1 :]) for at, axis in enumerate(axes)}
@@ -130,6 +132,8 @@ def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
     size = padded // shards
     views: list[Views | None] = [None] * shards
     for start, end, is_cut in whole_runs(tensors, padded):
+        # Shards that lie between the run's ends have one view. Only the shards that contain an end
+        # of a run are walked.
         first, last = -(-start // size), end // size
         views[first:last] = [((size, is_cut),)] * (last - first)
     return [
@@ -267,6 +271,8 @@ class Flat(Wrap):
         self.scene, self.step, self.tape = scene, step, scene.tape
         facts, times = (scene.units, scene.times) if chosen is None else (chosen, (1,))
         degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
+        # Storages that exist between steps are counted as resident memory
+        # (`derivation.pipeline.resident`). The tape would count them a second time.
         scene.tape.is_reading = False
         scene.tape.hooks.update(_HOOKS)
         self.room = GhostRuntime(scene.tape, degrees, {})
@@ -289,6 +295,8 @@ class Flat(Wrap):
         }
         self.is_last = True
         self.half: Kind | None = None
+        # The first step leaves state to the second one (gathers in flight, shards in place of full
+        # parameters). A prediction is about steady steps.
         if step.first_differs:
             self._first_step()
         scene.tape.is_reading = True
@@ -298,6 +306,8 @@ class Flat(Wrap):
 
         The units of a block take turns if blocks are repeated.
         """
+        # Units of one block have equal `times` and are adjacent. The whole block is repeated, not
+        # each unit in turn, because a unit frees what its neighbour in the block left.
         for times, of_block in groupby(numbered, key=lambda pair: self.times[pair[0]]):
             turn = partial(_run_each, act, [item for _, item in of_block])
             self.tape.repeat(times if self.tape.is_reading else 1, turn)
@@ -327,6 +337,8 @@ class Flat(Wrap):
             [ShardTarget(state) for state in own] for own in states
         ]
         hidden = [[False] * len(own) for own in states]
+        # Muon orthogonalizes matrices, so it needs tensors in full. Elementwise rules update a
+        # shard as one flat tensor.
         if not optimizer.properties.is_elementwise:
             updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
@@ -347,6 +359,7 @@ class Flat(Wrap):
 
     def _first_step(self) -> None:
         """Run one step that is not counted, for the state that it leaves to the next step."""
+        # The units must be entered in the order of forward: what a unit prefetches depends on it.
         numbers = [self._played[unit] for unit in self.scene.order(Mark.ENTER)]
         order = [number for number in numbers if number is not None] or range(len(self.used))
         for number in order:
@@ -397,6 +410,7 @@ class Flat(Wrap):
         number, index = self._place[gradient.parameter]
         self.members[number].accept_gradient(index, gradient)
         unit = self.units.all[number]
+        # In the half of the weights torch runs no hooks of modules. `end_half` does their work.
         if self.half is not Kind.WEIGHT and isinstance(unit, UnitRuntime):
             unit.handle_gradient(index)
 

@@ -84,7 +84,7 @@ Turns = Iterable[tuple[int, Sequence[Instruction]]]  # (consecutive repetitions,
 def group_turns(own: Sequence[Instruction], *, are_alike: bool) -> Turns:
     """Return a rank's instructions as (repetitions, instructions). If `are_alike`, micro-batches go
     forward and backward one at a time, and all but the first and the last equal the second."""
-    if not are_alike or len(own) < 6:
+    if not are_alike or len(own) < 6:  # six instructions: three micro-batches, forward and backward
         return ((1, own),)
     return (1, own[:2]), (len(own) // 2 - 2, own[2:4]), (1, own[-2:])
 
@@ -225,7 +225,7 @@ class RankStep:
             self.seconds[action] = self.tails[action] = 0.0
             self.idle += self.gaps.get(action, 0.0) if self.gaps else 0.0
             return  # tokens have no gradients
-        if action.stage == 0 and kind is Kind.WEIGHT:
+        if action.stage == 0 and kind is Kind.WEIGHT:  # without the half of inputs it is in full
             kind = Kind.BACKWARD
         if kind is Kind.FORWARD:
             self.tape.enter(Phase.FORWARD)
@@ -491,6 +491,7 @@ def in_flight(
         key = like[place, index, tokens] = stand_in, firsts, id(rows_of[tokens])
         if key not in played:
             played[key] = play(key, rows_of[tokens])
+    # communication after a pass overlaps idle time, which the schedule of all ranks determines
     if timing and schedule.ranks > 1 and stages[0].plan.wrap.works_between_passes:
         part_of.cache_clear()  # it has results recorded without gaps
         gaps = idle_gaps(_rank_times(played), timing)
@@ -518,9 +519,9 @@ def _rank_times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
 
 
 def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
-    """Simulate reductions, the norm over all wraps and the optimizer, and return the peak on the
-    rank with each of `shards`. Flat units are updated once, because their update leaves nothing to
-    simulate another with. It is equal on all ranks, except for the norms before it."""
+    """Simulate reductions, the norm over all wraps and the optimizer, and return the peak bytes by
+    shard. Flat units are updated once, because the update ends their gradients. It is equal on all
+    ranks, except for the norms before it."""
     scene = wraps[0].scene
     tape = scene.tape
     for wrap in wraps:

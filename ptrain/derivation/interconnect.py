@@ -40,6 +40,7 @@ def host_seconds(cluster: Cluster | None, size: int, ranks: int) -> float:
     """
     if cluster is None or not cluster.host_bandwidth:
         raise UnknownRate("the host computes the update, and the cluster has no `host_bandwidth`")
+    # All ranks of a node update at the same time and share the bandwidth of its memory.
     return size * ranks / (_HOST_SHARE * cluster.host_bandwidth)
 
 
@@ -63,6 +64,8 @@ class Network:
     def straggler_share(self) -> float:
         """The fraction by which this number of nodes makes a step longer."""
         per_doubling = self.cluster.slowdown_per_doubling if self.cluster else 0.0
+        # The default comes from published jobs on up to 64 nodes (`spec.cluster`). That the delay
+        # grows with the logarithm of the nodes is assumed.
         return per_doubling * log2(self.nodes)
 
     def host_seconds(self, size: int) -> float:
@@ -88,6 +91,7 @@ class Network:
         """
         members, _ = _group_ranks(self._degrees, axes)
         number = neighbours or len(members)
+        # Neighbours are groups of a fixed size that start at multiples of it, not at every rank.
         return number, self._nodes(axes, tuple(range(0, len(members), number)), number)
 
     def pair(self, axis: Axis) -> int:

@@ -61,6 +61,7 @@ class Statistics(NamedTuple):
 
     def of(self, size: int) -> int:
         """Return the bytes that replace the `size` bytes of a CPU kernel."""
+        # A CPU kernel keeps the statistics of all tokens, so `size` is a multiple of the sequence.
         padded = ceil_div(self.sequence, self.rows) * self.rows
         return size // self.sequence * padded + self.beside
 
@@ -137,6 +138,8 @@ def _of_torch(name: str, torch: str) -> Any:
     Up to 2.13 this is efficient attention. Versions without an entry have that of the reference
     version.
     """
+    # A newer torch than the table probably selects kernels as the reference version does. A wrong
+    # choice changes statistics and workspaces only.
     versions = _read_table(name)
     return versions.get(torch, versions[REFERENCE_TORCH])
 
@@ -329,9 +332,11 @@ def kernel_warnings(
 
 _KIB = 1024
 _MIB = 1024 * _KIB
+# CublasHandlePool.cpp, `parseChosenWorkspaceSize`: `:4096:2:16:8` in KiB by default, `:4096:8` on
+# Hopper. Other capabilities are left out until a device has confirmed them.
 _CUBLAS = {80: (2 * 4096 + 8 * 16) * _KIB, 90: 8 * 4096 * _KIB}  # by compute capability
 _CUBLASLT = {90: _MIB}  # for products with a bias, on the forward thread
-_THREADS = 2  # the forward thread and autograd's
+_THREADS = 2  # handles are per thread and stream: the forward thread and autograd's
 _FP32 = 4
 _TILE = 128  # rows of queries
 _WIDTH, _WIDEST = 32, 256  # flash: the multiple and the maximum of head_dim
@@ -414,6 +419,9 @@ def sum_of_rows(rows: int, columns: int) -> int:
     If there are so many rows that several thread blocks sum a column, their partial sums are kept
     in fp32. The elements have at most 32 bits.
     """
+    # `setReduceConfig` of Reduce.cuh, for the reduction of the slowest dimension: outputs are
+    # vectorized by up to 4, blocks are sized to powers of two, and blocks share a sum if each would
+    # have too many values.
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     threads = _BLOCK // vector
     across, down = (

@@ -1,16 +1,15 @@
-"""What a micro-batch of a built-in model, or of a stage of it, allocates and saves: the committed
-tables with the kept activations and the loss of a spec put in, and for which specs the tables
-hold.
+"""Passes of a built-in model or of one of its stages, from the committed tables: with the
+activation modes and the loss of a spec, and the check if the tables cover a spec.
 
-A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
-traces at prime shapes (`traces.block_tables` makes them). Nothing is fitted. A pass is `begin`,
-`block` for each layer but two, and `end`, in its own order; that of one layer is `only`. Each of
-these is a concatenation of segments: the front, a block, the head.
+A table has every size in bytes as a coefficient times powers of the model's dimensions, read from
+traces at prime shapes (`traces.block_tables` makes them). Nothing is fitted. A pass consists of
+`begin`, `block` for each layer but two, and `end`, in its order. A pass over one layer is `only`.
+Each of these is a concatenation of segments: the front, a block, the head.
 
-Equal blocks in a row are played once: a block in their midst allocates, sends and leaves what the
-one before it did. A wrap acts at a unit's boundaries and on its neighbours (it gathers ahead, and
-frees what the last one left), so the first and last few, as many as the wrap's `reach`, are played
-by themselves.
+Consecutive equal blocks are simulated once: a block between equal neighbours allocates, sends and
+leaves the same as the one before it. A wrap acts at a unit's boundaries and on its neighbours (it
+prefetches units, and frees memory of the previous one). The first and the last few blocks, as many
+as the wrap's `reach`, are therefore simulated individually.
 """
 
 from __future__ import annotations
@@ -48,7 +47,13 @@ Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stand
 
 
 class Representatives(NamedTuple):
-    """Who is played: `turns` by block, `units` and their `times`."""
+    """The units that are simulated, each for all the units it represents.
+
+    Attributes:
+        turns: By simulated block, its place and the number of blocks it represents.
+        units: The units of these blocks, and the root.
+        times: The number of units that each of `units` represents.
+    """
 
     turns: Turns
     units: tuple[UnitFacts, ...]
@@ -56,25 +61,34 @@ class Representatives(NamedTuple):
 
     @property
     def modules(self) -> tuple[tuple[str, ...], ...]:
-        """The modules of each unit that is played."""
+        """The modules of each simulated unit."""
         return tuple(unit.modules for unit in self.units)
 
 
 def all_represented(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
-    """Every unit of so many blocks by itself."""
+    """Return every unit of a model with `blocks` blocks, each representing only itself."""
     return Representatives(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
 
 
 def represent(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
 ) -> Representatives:
-    """Return who is played of a built-in model or stage with these `blocks`, first to last.
-    `reach`: how many units next to a unit its wrap acts on; None where that is not bounded."""
+    """Return the simulated units of a built-in model or stage.
+
+    Args:
+        spec: The spec.
+        units: All units.
+        blocks: The names of the blocks, first to last.
+        reach: The number of neighbouring units on which a unit's wrap acts. None if it is
+            unbounded: every unit is then simulated.
+    """
     kinds = block_kinds(spec, blocks)
     if reach is None or kinds is None:
         return all_represented(units, len(blocks))
     places = played_places(kinds, reach + 1)
     times_of = {blocks[place]: times for place, times in places}
+    # The block of a unit is in the first two parts of a module's name, also for units within a
+    # block. The root has the name "", which is never in `gone`.
     gone = {*blocks} - times_of.keys()
     played = [(unit, ".".join(unit.modules[0].split(".")[:2])) for unit in units]
     return Representatives(
@@ -85,7 +99,8 @@ def represent(
 
 
 class BlockKind(NamedTuple):
-    """What layers of a built-in model have in common that are alike."""
+    """The properties of a built-in model's layer that its operators depend on. Layers of one kind
+    are equal."""
 
     kept: ActivationMode
     has_experts: bool
@@ -93,9 +108,12 @@ class BlockKind(NamedTuple):
 
 
 def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
-    """Return the kind of each of these blocks, of which those of one kind do the same: of a
-    built-in model, of whose blocks no unit has more than one. It is None where nobody says that
-    they do."""
+    """Return the kind of each of these blocks.
+
+    Returns:
+        The kinds. None if blocks of one kind may still differ: for models that are not built in,
+        and if a unit has several blocks.
+    """
     is_within, shape = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK), spec.model
     if not isinstance(shape, ModelShape) or not is_within:
         return None
@@ -105,13 +123,17 @@ def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | No
 
 
 def played_places(kinds: Sequence[Hashable], apart: int) -> Turns:
-    """Return the places that are played: the first and the last `apart` of each row of equal kinds,
-    and one for those between."""
+    """Return the simulated places, each with the number of places it represents.
+
+    In each row of equal kinds, the first and the last `apart` places represent themselves, and one
+    place represents all between them.
+    """
     places: list[tuple[int, int]] = []
     start = 0
     for _, row in groupby(kinds):
         number = len(list(row))
         between = number - 2 * apart
+        # One place in the middle would represent only itself.
         if between < 2:
             places += [(start + place, 1) for place in range(number)]
         else:
@@ -132,15 +154,22 @@ _PASSES = {
     Kind.INPUT: "input",
     Kind.WEIGHT: "weight",
 }
-# Of these there are no tables by how activations are kept, nor of a loss in chunks: what is in
-# halves then is traced.
+# Halves of a backward pass have tables only for plain activations and a loss of full logits. Other
+# combinations are traced (`is_tabulated`), because each would multiply the number of tables.
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
 class LayerPasses(NamedTuple):
-    """Layers, first to last: their numbers in the model, and how their activations are kept.
-    `held`: bytes of the first one's input, where it is another stage's; `head`: a loss in chunks
-    behind them."""
+    """The passes of consecutive layers.
+
+    Attributes:
+        setting: The setting of the tables.
+        place: The position of the layers in the model.
+        numbers: The layers' numbers in the model, as text.
+        kept: How each layer keeps its activations.
+        held: Bytes of the first layer's input, if another stage sends it. Else 0.
+        head: The loss in chunks after the last layer. None for a loss of full logits.
+    """
 
     setting: Setting
     place: Place
@@ -151,23 +180,28 @@ class LayerPasses(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd keeps what it keeps of fused attention to a rank's own tokens."""
+        """True if the layers keep activations as autograd does, with fused attention to the rank's
+        tokens only."""
         is_alone = self.setting.context is None
         return is_alone and blocks.is_as_usual(self.setting.shape, self.kept)
 
     @property
     def moved(self) -> Pairs:
-        """What goes off the device in a micro-batch, as a timeline has it."""
+        """The (tier, bytes) of each storage that a micro-batch moves off the device."""
         return () if self.is_plain else blocks.moved_storages(self.setting, self.kept)
 
     @property
     def repeated(self) -> Pairs:
-        """The collectives that backward runs again, as a timeline has them."""
+        """The (collective, bytes) of each collective that backward repeats."""
         return () if self.is_plain else blocks.repeated_collectives(self.setting, self.kept)
 
     def passes(self, units: Units, turns: Turns) -> dict[Kind, tuple[Item, ...]]:
-        """Return the items of each kind of pass, of these `units` and of the layers whose `turns`
-        these are."""
+        """Return the items of each kind of pass.
+
+        Args:
+            units: The modules of each simulated unit.
+            turns: The simulated layers, each with the number of layers it represents.
+        """
         evaluated = _evaluated_table(self.setting)
         of_place, places = evaluated.content[self.place], places_of(units)
         is_whole = not self.is_plain or self.head is not None
@@ -178,7 +212,7 @@ class LayerPasses(NamedTuple):
         }
 
     def output(self) -> int:
-        """Return the bytes of what a stage hands on."""
+        """Return the bytes of the tensor that a stage sends to the next one."""
         if self.head is not None:
             return self.head.output
         evaluated = _evaluated_table(self.setting)
@@ -197,6 +231,8 @@ class LayerPasses(NamedTuple):
         last = len(self.numbers) - 1
         is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
         first_place, last_place = (last, 0) if is_reversed else (0, last)
+        # In backward the last layer comes first. Its part is `begin`, since it also has the
+        # backward of the head.
         items: list[Item] = []
         for place, times in turns[::-1] if is_reversed else turns:
             part = begin if place == first_place else end if place == last_place else block
@@ -221,8 +257,16 @@ def _layer_items(
     held: int,
     head: LossHead | None,
 ) -> Sequence[Any]:
-    """What a layer does in a pass, where a plain one does these parts of the table: with a block
-    that is `kept` so, and with the `head` of a loss in chunks."""
+    """Return the events of a layer in a pass.
+
+    Args:
+        setting: The setting of the tables.
+        kind: The kind of pass.
+        parts: The table's parts of a plain layer.
+        kept: How the layer keeps its activations. None if as autograd does.
+        held: Bytes of the layer's input, if it is sent by another stage.
+        head: The loss in chunks that follows the layer, or None.
+    """
     base: Sequence[Any] = _evaluated_table(setting).events(*parts)
     if head is not None:
         base = head.wrap_last_block(_PASSES[kind], base)
@@ -237,8 +281,11 @@ def _evaluated_table(setting: Setting) -> EvaluatedTable:
 
 
 def places_of(units: Units) -> Places:
-    """Return which boundary of which module is a boundary of which unit: a unit begins with its
-    first module and ends with its last one, and backward runs the other way."""
+    """Return the index of the unit that each boundary of a module bounds.
+
+    A unit begins with its first module and ends with its last one. In backward it is the other way
+    round.
+    """
     places: Places = {}
     for index, modules in enumerate(units):
         places[Mark.ENTER, modules[0]] = places[Mark.POST_BACKWARD, modules[0]] = index
@@ -247,7 +294,7 @@ def places_of(units: Units) -> Places:
 
 
 def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
-    """A run that goes on from one part into the next is one run, unless that is repeated."""
+    """Append items, and merge adjacent runs into one unless the items are repeated."""
     if times > 1:
         items.append(Repeated(times, tuple(more)))
         return
@@ -259,7 +306,10 @@ def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> Non
 
 
 def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
-    """A part for the block of this number; boundaries of modules that bound no unit are dropped."""
+    """Yield a template's items for the block of this number.
+
+    Boundaries of modules that bound no unit are dropped.
+    """
     for item in template:
         if isinstance(item, Run):
             yield item
@@ -278,8 +328,15 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
 def stage_passes(
     spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut
 ) -> Passes:
-    """Return the passes of a built-in model's stage (of all of it, where that is the only one), of
-    those units of it that are `played`; of one rank's part of it, where operators are `cut`."""
+    """Return the passes of a built-in model's stage, or of the full model if it is the only stage.
+
+    Args:
+        spec: The spec.
+        stage: The stage.
+        stages: The number of stages.
+        played: The simulated units.
+        cut: The rank's part of each layer and of the sample.
+    """
     ends = {0: Place.FIRST, stages - 1: Place.LAST}
     place = ends.get(stage.index, Place.MIDDLE) if stages > 1 else Place.ALONE
     numbers, kept = _layers_of(spec, stage)
@@ -297,8 +354,10 @@ def _setting_passes(
     units: Units,
     turns: Turns,
 ) -> Passes:
-    """Return them of these units and turns: what the data axes choose besides is nothing to them,
-    so that a search asks for the same again."""
+    """Return the passes for these units and turns.
+
+    They do not depend on the data axes, so a search asks for the same passes many times.
+    """
     hidden = 0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting)
     layers = LayerPasses(
         setting=setting,
@@ -318,8 +377,8 @@ def _setting_passes(
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
-    """Return what goes off the device and comes back in one micro-batch on a built-in model's
-    stage, and the collectives that backward runs again, as a timeline has them."""
+    """Return the (tier, bytes) that a micro-batch moves off the device, and the (collective, bytes)
+    that backward repeats, on a built-in model's stage."""
     numbers, kept = _layers_of(spec, stage)
     layers = LayerPasses(setting_of(spec, cut), Place.MIDDLE, numbers, kept)
     return layers.moved, layers.repeated
@@ -334,16 +393,18 @@ def _layers_of(spec: Spec, stage: Stage) -> tuple[tuple[str, ...], tuple[Activat
 
 
 def _hidden_bytes(setting: Setting) -> int:
-    """Bytes of what crosses a boundary between stages."""
+    """Return the bytes of the tensor that crosses a boundary between stages."""
     cut = setting.cut
     tokens = setting.sequence // (cut.degree if cut and cut.step.is_sequence else 1)
     return setting.batch * tokens * setting.shape.hidden * setting.compute.itemsize
 
 
 def _loss_head(setting: Setting, place: Place, layers: int) -> LossHead | None:
-    """What a loss in chunks does behind a model's layers, None of whole logits. The tables of a
-    last stage are of one layer, whose input is the schedule's: that of the last of several goes
-    with its forward pass, where nothing saves it."""
+    """Return the loss in chunks after a model's layers, or None for a loss of full logits.
+
+    Tables of a last stage are made with one layer, whose input belongs to the schedule. In a stage
+    with several layers, the input of the last one is freed in its forward pass if nothing saves it.
+    """
     head = tables.head_of(setting, place) if place in (Place.LAST, Place.ALONE) else None
     if head is None or place is Place.ALONE or layers == 1:
         return head
@@ -355,9 +416,13 @@ def _loss_head(setting: Setting, place: Place, layers: int) -> LossHead | None:
 def model_timeline(
     setting: Setting, played: Representatives | None = None, kept: tuple[ActivationMode, ...] = ()
 ) -> Timeline:
-    """Return the timeline of one micro-batch of a whole model, of its units that are `played` (by
-    default one block each and the root). `kept`: how the blocks' activations are, by default
-    plain."""
+    """Return the timeline of one micro-batch of a full model.
+
+    Args:
+        setting: The setting of the tables.
+        played: The simulated units. By default one unit for each block, and the root.
+        kept: How each block keeps its activations. By default as autograd does.
+    """
     numbers = tuple(str(block) for block in range(setting.shape.layers))
     units: Units = (*((f"blocks.{number}",) for number in numbers), ("",))
     turns: Turns = tuple((block, 1) for block in range(len(numbers)))
@@ -368,15 +433,16 @@ def model_timeline(
 
 
 def is_tabulated(spec: Spec) -> bool:
-    """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
+    """Return True if the committed tables cover the allocations of a spec's micro-batch. Otherwise
+    it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
         return False
-    if spec.compile is not Compiled.NONE:  # what torch fuses and saves is up to its version
+    if spec.compile is not Compiled.NONE:  # fusions and saved tensors depend on torch's version
         return False
     if spec.precision.matmul is not Matmul.NONE:
         return False
-    # each sample of several has one target: a loss need not copy what it copies in the tables
+    # with one target per sample the targets are contiguous, and the loss makes no copy of them
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
     if is_column or is_by_operators(spec) or spec.loss.user_function:
         return False
@@ -394,8 +460,10 @@ def is_tabulated(spec: Spec) -> bool:
 
 
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
-    """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
-    sample, whose operators are whole, and which fall into even slices."""
+    """Return True if tables cover ranks that attend to the tokens of other ranks.
+
+    They cover one sample per micro-batch, full operators, and equal shards of the tokens.
+    """
     is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
     kept = spec.activations.block_modes(shape.layers)
     is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
@@ -404,7 +472,7 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
         return False
     step = context_of(spec)
     assert step is not None, "ranks have slices"
-    if shape.kv_heads % step.ulysses:  # heads of keys are repeated ahead of the exchange
+    if shape.kv_heads % step.ulysses:  # heads of keys are repeated before the exchange
         return False
     setting = setting_of(spec, RankCut(context=part_at(step, 0)))
     return setting.name(TablePart.CONTEXT) in archive.table_names(TablePart.CONTEXT)

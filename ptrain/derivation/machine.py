@@ -178,11 +178,14 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     reduced = max(simulation.timeline[place][-1].end + rank.late for place, rank in slowest.items())
     if timing.spans is not None:
         timing.spans.extend(_lane_spans(simulation, slowest.values(), reduced))
+    # All ranks agree on the loss (`train.finite`) before any updates, so updates begin together.
     over = reduced + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
     rows = [*busiest.clock.time_rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy_times[busiest.place] / alone if alone else 1.0
+    # The factor has the time that its core's neighbours leave idle: `simulate_sharing` makes passes
+    # shorter than if all ranks computed.
     rows = [  # the rank uses the cores of waiting ranks, except in the update
         row
         if row.key.phase is Phase.UPDATE
@@ -314,6 +317,8 @@ class Machine(NamedTuple):
             number = max(busy * ranks // places, known[0])  # fewer ranks are assumed to be as fast
             above = next(other for other in known if other >= number)
             below = max((other for other in known if other <= number), default=above)
+            # Between measured numbers, ranks share caches and memory bandwidth gradually. A
+            # straight line adds no constant to the measurements.
             part = (number - below) / (above - below) if above > below else 0.0
             return (together[below] + part * (together[above] - together[below])) / number
 

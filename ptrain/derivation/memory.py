@@ -48,6 +48,7 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     These are the model's buffers, the samples of one step, the scalar that accumulates the loss,
     and the state of loss scaling. Reals are fp32, or fp64 if the model computes in fp64.
     """
+    # `models.initialize` keeps floating-point buffers in fp32, and in fp64 for a model in fp64.
     scale = 2 if spec.precision.effective_layout.parameters is DType.FP64 else 1
     if (sample := facts.sample_bytes) is None:
         sample = held_tokens(spec) * _TOKEN_BYTES

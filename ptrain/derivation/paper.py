@@ -159,6 +159,7 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
     A unit that a data axis all-gathers is sharded by the other axes (Definition 5), except pp,
     which keeps layers full.
     """
+    # Definition 3's unit is one layer. pp keeps layers full, so it does not make the unit smaller.
     apart = (*DATA_AXES, Axis.PP)
     other = (f for f in spec.factors if f.axis not in apart and f.placement.parameters == S)
     ranks, whole_units = prod(factor.degree for factor in other), 0
@@ -184,6 +185,7 @@ def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Tra
     in the theorem (Definition 5).
     """
     inner = IDENTITY
+    # The mesh lists the outermost axis first, and Definition 5 composes from the inside.
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
             yield from _axis_traffic(

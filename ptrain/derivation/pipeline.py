@@ -157,6 +157,8 @@ class StageParts(NamedTuple):
         """Return the all-reduces of shared tensors on the rank at this place, for its largest
         shard."""
         sums = tied_sums(self.of(index)[0], self.stage)
+        # The clock runs on one rank for all shards, and the largest message decides when the update
+        # starts.
         return max(sums, key=lambda rows: sum(row.payload_bytes for row in rows))
 
     def of(self, index: int) -> tuple[Wrapping, int]:
@@ -384,6 +386,7 @@ def accounts(
                 *over_boundaries(spec, plan, facts, [t for t in crossing if t.rank == rank]),
             )
         )
+        # The order of rows is that of reports: data axes first, as in plans without tp.
         if plan.pipeline is None:  # rows that only operators have come last
             first = {row.key for row in sent}
             return tuple(sorted(ordered, key=lambda row: row.key not in first))

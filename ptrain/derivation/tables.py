@@ -73,6 +73,8 @@ class Setting:
     is_for_cuda: bool = False
     statistics: Statistics | None = None
 
+    # The generated hash would hash all fields, the model's shape included, at each of a search's
+    # many thousand lookups.
     def __hash__(self) -> int:
         return self._hash
 
@@ -238,6 +240,7 @@ def merge_events(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
             yield from _merge_run(deltas)
             deltas = []
         if isinstance(event, str):
+            # A table abbreviates the name of the block to `*`, which occurs in every event.
             yield (MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:
             name, index, cloned = event
@@ -389,6 +392,8 @@ class EvaluatedWork:
         total = 0
         for own, times in Counter(self.table.passes[number]).items():
             flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
+            # Only attention's products are quadratic in the tokens. A kernel computes fewer scores
+            # than the square if it skips masked blocks or has other ranks' tokens.
             if flops and self._token_powers(own) > 1:
                 flops = flops * scores // self._sequence**2
             total += times * flops

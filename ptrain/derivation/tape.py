@@ -101,6 +101,7 @@ class Tape:
     def enter(self, phase: Phase) -> None:
         """Start a phase, whose peak includes live memory. Raises PeakExceeded if the last peak
         exceeds `most`."""
+        # Checked once per phase, because `add` runs at every allocation and must be fast.
         if self.peak > self.most:
             raise PeakExceeded
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
@@ -124,12 +125,16 @@ class Tape:
         if times == 1:
             act()
             return
+        # An account multiplies by its own `times`. Counting repeated blocks there again would count
+        # twice.
         assert self.account is None, "who counts what is sent has units by kind"
         level, peak = self.level, self.peak
         self.peak = level
         self.in_time(times, act)
         net, rise = self.level - level, self.peak - level
         self.level = level + times * net
+        # If the action leaves bytes allocated, its last repetition starts highest. If it frees
+        # bytes, the first one does.
         self.peak = max(peak, level + rise + max(0, (times - 1) * net))
 
     def in_time(self, times: int, act: Callable[[], None]) -> None:
@@ -213,6 +218,7 @@ class Tape:
         separately."""
         if self.clock is None or not self.is_reading:
             return
+        # On a CPU cluster the device is the host, so its measured update rates hold for every tier.
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             self.clock.update_on_host(rule, dtype, shapes)
         else:
@@ -382,6 +388,8 @@ def kept_traffic(
                 key = TrafficKey(
                     axes=(), collective=collective, state=State.ACTIVATIONS, phase=phase
                 )
+                # Copies go out in forward and back in backward, with equal bytes: a storage is
+                # moved as it is saved.
                 payload = times * sum(sizes)
                 yield Traffic(
                     key=key, calls=times * len(sizes), payload_bytes=payload, sent_bytes=0

@@ -53,6 +53,8 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
     parts = [
         context_part(spec, plan, place) for place in range(ranks_over(spec, plan.cutting_axes))
     ]
+    # Causal attention: the last shard of the tokens attends to all tokens before it. Of equal
+    # places the first is taken.
     return max(range(len(parts)), key=lambda at: (((own := parts[at]) and own.before) or 0, -at))
 
 
@@ -88,6 +90,7 @@ def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterat
     if plan.context is None:
         yield indices
         return
+    # Reversed, so that the first entry of each group is the place with the most tokens before it.
     by_name = grouped((_context_name(spec, plan, index), index) for index in reversed(indices))
     yield from map(tuple, reversed(by_name.values()))
 
@@ -140,6 +143,9 @@ def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsB
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
     by_length = {length: shard_sizes(length, degree) for length in lengths}
+    # Shards of a size differ only if its rows do not divide evenly. Ranks with equal sizes of all
+    # shards have equal parts, so that a part is derived once and not for each of up to `degree`
+    # ranks.
     alike = grouped(
         (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
     )
@@ -249,7 +255,9 @@ def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) ->
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
     itemsize = spec.precision.effective_layout.parameters.itemsize
+    # all_gather needs equal shards. The vocabulary is padded to a multiple of the ranks.
     token_bytes = ranks * ceil_div(vocab, ranks) * itemsize
+    # The loss is computed in fp32 at least, so the sums over the vocabulary are fp32 too.
     wide = max(itemsize, DType.FP32.itemsize)
     chunk = min(spec.loss.chunk or tokens, tokens)
     for size, number in Counter({chunk: tokens // chunk, tokens % chunk: 1}).items():

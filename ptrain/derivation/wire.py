@@ -19,7 +19,9 @@ from fractions import Fraction
 from ptrain.cost import Collective, Estimate, Phase, State, Traffic
 
 # Bytes that gloo sends over those of the ring model. The default is 1.
+# ProcessGroupGloo.cpp runs a reduce-scatter as an all-reduce, of which each rank keeps its part.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
+# The headers, 48 bytes for each message, are less than 0.1 % of messages of 1 MiB.
 TOLERANCE = 0.001  # relative, for steps whose tensors are larger than 1 MiB
 
 
@@ -68,6 +70,8 @@ def gloo_factor(row: Traffic) -> Fraction:
 
     A substitute, such as an exchange in place of a reduce-scatter, sends the bytes of the model.
     """
+    # A row has no number of ranks. Only two ranks send half of the tensor or less, each call
+    # rounded up.
     is_pair = 2 * row.sent_bytes <= row.payload_bytes + row.calls  # (N - 1) / N, rounded up
     if row.key.via or (is_pair and row.key.state is State.GRADIENTS):
         return Fraction(1)

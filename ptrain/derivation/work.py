@@ -158,6 +158,8 @@ def _sum_inputs_separately(work: LayerWork, setting: Setting) -> LayerWork:
     (hidden,) = {
         item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
     }
+    # The naive plan gives each column operator a separate input, so autograd sums their gradients
+    # in separate all-reduces instead of one for all operators of a sub-block.
     sums = (hidden._replace(times=more),)
     inputs = work.inputs + sums if work.inputs else ()
     return work._replace(backward=work.backward + sums, inputs=inputs)

@@ -1,4 +1,4 @@
-"""A plan as text: mesh and groups, then the steps in the order in which they run."""
+"""Format a plan as text: the mesh and its groups, then the steps in their order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from ptrain.steps.step import (
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Replicate
 from ptrain.units import counted, format_memory, grouped
 
-_FEW_GROUPS = 8
+_FEW_GROUPS = 8  # groups that are listed: further ones repeat the pattern
 
 
 def format_plan(spec: Spec, plan: Plan) -> str:
@@ -168,6 +168,8 @@ def _replicate_text(step: Replicate) -> str:
 
 
 def _bucket_text(step: Replicate) -> str:
+    """Return the text of a bucket size. The sizes 1 and WHOLE_BUCKET stand for single gradients and
+    for all gradients."""
     match step.bucket_bytes:
         case 1:
             return "gradients one by one"
@@ -300,7 +302,7 @@ def _group_lines(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
-    """Each axis, and all of them together where there are several."""
+    """Yield each axis, and all axes together if there are several."""
     for axis in plan.mesh.axes:
         yield (axis,)
     if len(plan.mesh.axes) > 1:
@@ -336,7 +338,7 @@ def _sync_text(sync: SyncPolicy, *, gathers: bool) -> str:
 
 
 def _units_text(units: Units) -> str:
-    """`blocks.0 … blocks.79, the root`."""
+    """Return a text such as `blocks.0 … blocks.79, the root`."""
     names = ["+".join(modules) for modules in units]
     blocks = _shorten_names([name for name in names if name])
     root = ["the root"] if "" in names else []
@@ -344,7 +346,7 @@ def _units_text(units: Units) -> str:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """`blocks.0, blocks.1`, `blocks.0 … blocks.79`."""
+    """Return a text such as `blocks.0, blocks.1` or `blocks.0 … blocks.79`."""
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
 
 
@@ -352,7 +354,7 @@ def _axes_text(axes: Sequence[Axis]) -> str:
     return " × ".join(axes)
 
 
-# What blocks leave for backward, as text: those that are kept alike together.
+# The activation modes of blocks as text. Blocks with the same mode share an entry.
 
 
 _TO = {Tier.HOST: "to the host", Tier.FILE: "to files"}
@@ -367,7 +369,8 @@ _RESULTS = {
 
 
 def keep_text(step: Keep) -> str:
-    """`recompute blocks 0-7, keeping inputs; offload the saved tensors of block 8 …`."""
+    """Return a text such as `recompute blocks 0-7, keeping inputs; offload the saved tensors of
+    block 8 …`."""
     alike = grouped((kept, name) for name, kept in step.blocks)
     texts = [_kept_text(kept, _blocks_text(names)) for kept, names in alike.items()]
     files = [f"files in {step.path}"] if step.path is not None else []
@@ -375,7 +378,8 @@ def keep_text(step: Keep) -> str:
 
 
 def _quantize_text(step: Quantize) -> str:
-    """`multiply in fp8-rowwise: attention.query, … of blocks 0-3; left out: the head (head)`."""
+    """Return a text such as `multiply in fp8-rowwise: attention.query, … of blocks 0-3; left out:
+    the head (head)`."""
     texts = [_of_blocks(step.linears)]
     for reason, names in step.left_out:
         texts.append(f"left out, {reason}: {_of_blocks(names)}")
@@ -383,7 +387,7 @@ def _quantize_text(step: Quantize) -> str:
 
 
 def _of_blocks(names: Sequence[str]) -> str:
-    """`attention.query, attention.key of blocks 0-3; embed`."""
+    """Return a text such as `attention.query, attention.key of blocks 0-3; embed`."""
     blocks: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -405,6 +409,8 @@ def _compile_text(step: Compile) -> str:
 
 
 def loss_text(step: ChunkedLoss) -> str:
+    """Return a text such as `compute logits and loss of 256 tokens at a time, by torch's
+    linear_cross_entropy`."""
     how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
     tokens = f"{step.tokens} token{'' if step.tokens == 1 else 's'}"
     return f"compute logits and loss of {tokens} at a time, {how}"
@@ -428,7 +434,8 @@ def _join_words(words: Sequence[str]) -> str:
 
 
 def _blocks_text(names: Sequence[str]) -> str:
-    """`blocks 0-7`, `blocks 0, 2, 4`, `every 2nd of blocks 0-78`, `encoder.layers.0-5`."""
+    """Return a text such as `blocks 0-7`, `blocks 0, 2, 4`, `every 2nd of blocks 0-78` or
+    `encoder.layers.0-5`."""
     return _join_words([_numbers_text(prefix, numbers) for prefix, numbers in _by_list(names)])
 
 
@@ -460,11 +467,11 @@ def _numbers_text(prefix: str, numbers: list[int]) -> str:
     return f"{said}{', '.join(_iter_ranges(numbers))}"
 
 
-_FEW = 3  # numbers that are shown as they are
+_FEW = 3  # a list of at most this number of numbers is shorter than `every 2nd of …`
 
 
 def _iter_ranges(numbers: list[int]) -> Iterator[str]:
-    """`0-3`, `5`."""
+    """Yield texts such as `0-3` and `5`."""
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
@@ -483,7 +490,8 @@ def _accumulate_text(step: Accumulate) -> str:
     return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
 
 
-# How each kind of step is worded.
+# The function that formats each kind of step, except FlatUnits, whose text also depends on the
+# optimizer.
 _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
     CreateMesh: _mesh_text,
     Pipeline: _pipeline_text,

@@ -89,6 +89,8 @@ class DataWay:
         }
         is_made = has_distribution(factors, _THETA, Distribution.MATERIALIZED)
         is_whole = not (is_made or any(cut[_THETA]))
+        # FSDP2 prefetches one unit in backward by default. A rank with full parameters prefetches
+        # nothing.
         ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(not is_whole)
         is_brought = not is_whole or tier_of(factors, _THETA) is not Tier.DEVICE
         return cls(
@@ -129,6 +131,8 @@ class DataWay:
         """Return the number of layers that are all-gathered or reduced together."""
         bucket = self.spec.bucket_bytes / self.spec.precision.effective_layout.reduced.itemsize
         if self.form in REPLICAS:
+            # DDP fills buckets across blocks, so fractions of a block are right on average. Flat
+            # units are joined block by block.
             return min(bucket / sizes.block, sizes.layers)
         if self.is_bucket:
             return min(max(1, bucket // sizes.block), sizes.layers)
@@ -144,6 +148,8 @@ class DataWay:
 def representatives(ways: Iterable[DataWay]) -> list[DataWay]:
     """Return the way with most overlap of each group that differs only in dials of the descent."""
     alike = grouped((way.kind, way) for way in ways)
+    # The way with most overlap is a lower bound of the time of its group. The descent tries the
+    # dials exactly, so nothing faster is lost by estimating the others with it.
     return [max(some, key=lambda way: (way.overlaps, way.ahead)) for some in alike.values()]
 
 
@@ -189,6 +195,8 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
     late = float(reduced) if is_cut and way.is_late else 0.0
     whole = float(held) if way.is_brought else 0.0
     unit = way.layers_of_unit(sizes) * sizes.block
+    # The unit in use and the prefetched ones are all-gathered at a time, next to one unit's full
+    # gradient and the input of its reduction.
     moving = whole * (not way.keeps_forward) * (1 + way.ahead)
     moving += (held + reduced * way.overlaps) * is_cut
     return WayBytes(
@@ -233,6 +241,7 @@ def levels_of(
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
         head += act.head * micro * share.waiting
+        # -inf: with a single micro-batch no pass runs next to earlier gradients
         later = share.later * chunk if number > 1 else -inf
         saved = share.chunks * chunk
         yield blocks + root - own, own, root, blocks, saved, later, micro * act.in_block, head
@@ -301,6 +310,8 @@ class WaySeconds:
         theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
         if way.form is Form.LOCAL or not degrees:
             return
+        # The mesh lists the outermost axis first. Ranks of an axis are apart by all ranks of the
+        # axes inside of it, which decides how many nodes a group spans.
         strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
 
         def over(collective: Collective, mask: Mask, size: float) -> float:
@@ -381,12 +392,15 @@ class WaySeconds:
                 beside = gathers * min(self.gather, flow.forward * self.layers)
                 apart += again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
+            # a stage's first unit has no earlier compute to overlap with
             hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
             waits -= hidden / (1 + links.interference)
         held = flow.layers * self.sizes.block + flow.root
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
+        # Ranks wait for the slowest stage. The bubble grows in proportion to the exposed
+        # communication of the passes.
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
         spread = self.spread * every
@@ -402,7 +416,8 @@ class WaySeconds:
         return max(seconds, flow.issued + calls * hooks)
 
 
-_ROUNDS = 3  # rounds of as many micro-batches as ranks, after which the bubble is constant
+# Rounds of as many micro-batches as ranks, from which on more micro-batches add no idle time.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

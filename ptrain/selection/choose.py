@@ -258,7 +258,7 @@ def _indivisible(base: Spec, data_ranks: int) -> Fault:
 
 
 _BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
-_SEEDS = 3  # placements from which the descent starts
+_SEEDS = 3  # placements from which the descent starts: each has another local optimum
 _OF_KIND = 2  # candidates of a well-known choice predicted before its descent
 _MOST_WORK, _WORK_OF_KIND = (
     1000,

@@ -138,8 +138,9 @@ class NominalPace:
 
 
 BEST = 150  # candidates that are derived exactly
+# Limits of one search. They trade completeness for minutes, and none changes a figure.
 _ALIKE = 2  # candidates that differ only in placements and dials; for pipelines, in data axes
-_TRIED = 3  # tried candidates per wanted one
+_TRIED = 3  # tried candidates per wanted one: estimates within SLACK of the limit may not fit
 _MOST = 2**12  # candidates considered, best estimates first
 _PLAIN = 1.0  # work of a step without a pipeline
 _WORK, _LEAST = (

@@ -23,7 +23,10 @@ from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not allocated at every moment of a step
-TIGHT = 0.05  # of a device's memory; another sequence length or driver may need as much
+# A part of a device's memory. Predicted peaks leave out workspaces of unknown size and
+# fragmentation, for which the cluster's reserve is a typical value and not a bound
+# (`spec.cluster`).
+TIGHT = 0.05
 HOST_UNKNOWN = (
     "`cluster.host_memory` is missing, and a node's host holds offloaded states or full models",
     "Add it, for example `cluster.host_memory=2TB`.",

@@ -1,7 +1,4 @@
-"""The job that a search places: a model or a spec without placements, the keys that are written and
-so not chosen, the shape that stands in for one that the tables do not cover, and the overrides that
-make exactly a candidate of it.
-"""
+"""The job that a search places: a model, or a spec without placements."""
 
 from __future__ import annotations
 
@@ -39,28 +36,27 @@ ReadFacts = Callable[[Spec], ModelFacts]
 
 
 def read_or_kept(spec: Spec) -> ModelFacts:
-    """Return the facts that the user's cache has, else those read off the model, which needs
-    torch."""
+    """Return the facts from the user's cache, or read them from the model, which needs torch."""
     return read_or_cache(spec, partial(ptrain.read_facts, spec))
 
 
 AUTO = "auto"
 _BATCH = ("batch.micro", "batch.accumulate")
-# Sections that say something of a candidate.
+# Sections that a candidate sets.
 OF_CANDIDATES = (
     *("placement", *_BATCH, "activations", "recompute", "offload"),
     *("sync", "reshard", "pipeline", "context", "unit", "overlap", "prefetch"),
     *("gather_after_update", "bucket", "reduce_scatter"),
 )
-_HOW = ("policy", "keep")  # of recompute, what is computed again
+_HOW = ("policy", "keep")  # keys of recompute
 
 Said = Mapping[str, Any]
 LoadWith = Callable[[Sequence[str], Sequence[str]], Spec]
 
 
 def is_open(said: Said) -> bool:
-    """Return whether something is left to be chosen: an `auto` of the mesh, of the micro-batch or
-    of what else a candidate says."""
+    """Return True if any value is left to the search: an `auto` in the mesh or in a section that a
+    candidate sets."""
     return any(True for _ in _autos(said.get("mesh"), ("mesh",))) or any(_open_places(said))
 
 
@@ -70,7 +66,7 @@ def _open_places(said: Said) -> Iterator[str]:
 
 
 def _autos(value: object, route: tuple[str, ...]) -> Iterator[str]:
-    """The places at which nothing but `auto` stands, the outermost ones."""
+    """Yield the outermost places at which all values are `auto`."""
     if _is_auto(value):
         yield ".".join(route)
     elif isinstance(value, dict):
@@ -85,15 +81,14 @@ def _is_auto(value: object) -> bool:
 
 
 def at(said: Any, place: str) -> Any:
-    """Return what stands at a place; None where nothing does."""
+    """Return the value at a place such as `batch.micro`, or None."""
     for key in place.split("."):
         said = said.get(key) if isinstance(said, dict) else None
     return said
 
 
 def numbers(said: Said) -> Iterator[str]:
-    """Yield a constraint for each number that is written: degrees of the mesh, samples of a
-    micro-batch, micro-batches of a step."""
+    """Yield a constraint for each degree, micro-batch size and accumulation that the spec sets."""
     mesh = said.get("mesh")
     yield from (
         f"mesh.{axis}={degree}"
@@ -106,7 +101,7 @@ def numbers(said: Said) -> Iterator[str]:
 
 
 def unnamed(said: Said) -> Iterator[str]:
-    """Yield a constraint for each axis that a mesh does not name: it has one rank."""
+    """Yield a constraint for each axis that the mesh does not name. It has one rank."""
     mesh = said.get("mesh")
     named = mesh if isinstance(mesh, dict) else {axis.value for axis in SEARCHED_AXES}
     yield from (
@@ -117,9 +112,8 @@ def unnamed(said: Said) -> Iterator[str]:
 
 
 def written_of(said: Said, load_with: LoadWith) -> FixedChoices:
-    """Return what is written of tuples, dials and activations. `load_with` gives the spec with
-    overrides and without some places. Raises SpecError for what is wrong with it, and for what no
-    candidate can say."""
+    """Return the tuples, dials and activations that the spec sets; raise SpecError if no candidate
+    can have them. `load_with` loads the spec with overrides and without some places."""
     mesh, open_places = said.get("mesh"), set(_open_places(said))
     placement = said.get("placement")
     placed = [
@@ -127,6 +121,8 @@ def written_of(said: Said, load_with: LoadWith) -> FixedChoices:
         for axis in SEARCHED_AXES
         if at(placement, axis.value) is not None and f"placement.{axis}" not in open_places
     ]
+    # A tuple is checked only on an axis of the mesh. One rank keeps the probe independent of
+    # degrees that are still open.
     of_one_rank = to_flow_yaml({axis.value: 1 for axis in placed})
     more = ("activations=M",) if _recomputes(said) and not _says_activations(said) else ()
     probe = load_with((f"mesh={of_one_rank}", *more), (*_BATCH, *sorted(open_places)))
@@ -144,7 +140,7 @@ def written_of(said: Said, load_with: LoadWith) -> FixedChoices:
 
 
 def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
-    """Dials, the schedule and what is said of it, and where offloaded state is updated."""
+    """Yield dials, the schedule and its settings, and the tier of offloaded state."""
     for section in ("sync", "pipeline"):
         for spot in fields(getattr(probe, section)):
             if _is_said(said, f"{section}.{spot.name}"):
@@ -167,7 +163,7 @@ def _is_said(said: Said, place: str) -> bool:
 
 
 def _away(said: Said) -> Tier:
-    """Where O is."""
+    """Return the tier of offloaded state."""
     return Tier(at(said, "offload.tier")) if _is_said(said, "offload.tier") else Tier.HOST
 
 
@@ -177,14 +173,15 @@ def _recomputes(said: Said) -> bool:
 
 
 def _says_activations(said: Said) -> bool:
-    """At the top of the spec, or by a tuple of a data axis."""
+    """Return True if activations are set at the top of the spec or in the tuple of a data axis."""
     tuples = (at(said, f"placement.{axis}.{State.ACTIVATIONS}") for axis in DATA_AXES)
     return _is_said(said, "activations") or any(mode not in (None, str(R)) for mode in tuples)
 
 
 def _kept(said: Said, probe: Spec) -> tuple[ActivationMode, ...]:
-    """How blocks may keep activations: as it is written; where M says no policy, or `none` is the
-    policy of whatever mode, as the search tries it. None where nothing is written."""
+    """Return the activation modes that the search may try; empty if the spec sets none. For M
+    without a policy these are all policies, for the policy `none` alone all modes without
+    recomputation."""
     activations = probe.activations
     if activations.budget is not None or activations.by_block or activations.every != 1:
         place = "activations" if activations.by_block else "recompute"
@@ -208,17 +205,15 @@ def _kept(said: Said, probe: Spec) -> tuple[ActivationMode, ...]:
 
 
 _OF_HEADS = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
-_HEAD = 64  # the width of a head where a model does not show it
-_STEP = 64  # of the feed-forward part's width, so that it divides as the model's own does
-_LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
+_HEAD = 64  # head_dim if a model does not show it: the smallest that large models commonly have
+_STEP = 64  # multiple of the feed-forward width, which shards of up to 64 ranks divide
+_LARGEST_HEAD, _EVEN = 256, 8  # head_dim of attention kernels: the maximum and the multiple
 
 
 def stand_in(shape: ModelShape) -> ModelShape:
-    """Return a llama's shape where the activation is gated, else a gpt's: as many layers, as wide a
-    stream and vocabulary, heads about as wide that fill the stream, and a feed-forward part with
-    which a block has about as many parameters (of one with experts, as `dense` has), so that what
-    its projections have more or less is computed and kept there. What its heads compute with each
-    other has no parameters: `with_heads`."""
+    """Return a shape with tables that replaces a model without tables: a llama if the activation is
+    gated, else a gpt. It has the model's layers, hidden size and vocabulary, heads of about its
+    head_dim, and about its parameters per block. `with_heads` corrects attention scores."""
     shape = dense(shape)
     is_gated = shape.activation.is_gated
     heads = _heads(shape)
@@ -239,8 +234,9 @@ def stand_in(shape: ModelShape) -> ModelShape:
 
 
 def with_block(like: ModelShape, size: int, step: int) -> ModelShape:
-    """Return a shape with a feed-forward part, a multiple of a step, with which a block has about
-    as many parameters as `size`."""
+    """Return a shape whose block has about `size` parameters, with a feed-forward width that is a
+    multiple of `step`."""
+    # Parameters grow linearly with the width, so two widths determine the slope.
     narrow = replace(like, ffn=step)
     least, next_least = block_size(narrow), block_size(replace(like, ffn=2 * step))
     more = round((size - least) / (next_least - least))
@@ -248,9 +244,8 @@ def with_block(like: ModelShape, size: int, step: int) -> ModelShape:
 
 
 def stand_in_of(base: Spec, facts: ModelFacts) -> ModelShape:
-    """Return the shape of a llama with as many blocks as a model of the user's or of transformers,
-    as wide a stream and vocabulary, and blocks with about as many parameters. Raises SpecError if
-    these cannot be read off the model."""
+    """Return a llama shape that replaces a custom or transformers model, with its blocks, hidden
+    size and vocabulary; raise SpecError if the model does not show them."""
     blocks = [unit for unit in facts.units if {*unit.modules} & {*facts.blocks}]
     tables = [
         t.shape for u in facts.units if u not in blocks for t in u.tensors if len(t.shape) == 2
@@ -261,6 +256,7 @@ def stand_in_of(base: Spec, facts: ModelFacts) -> ModelShape:
             "a search needs repeated blocks and an embedding, and this model shows none",
             "Set `model.blocks` to a pattern of the names of its blocks, such as `layers.*`.",
         )
+    # The largest matrix outside of the blocks is the embedding or the head.
     vocab, hidden = max(tables, key=math.prod)
     heads = max(1, hidden // _HEAD)
     like = ModelShape(
@@ -276,8 +272,8 @@ def stand_in_of(base: Spec, facts: ModelFacts) -> ModelShape:
 
 
 def dense(shape: ModelShape) -> ModelShape:
-    """Return the shape with a feed-forward part in place of experts, as wide as those that a
-    token's rows go through, places that stay empty included: it computes and keeps as much."""
+    """Return the shape with a dense feed-forward part, as wide as all experts that a token visits,
+    including their empty places if they have a capacity. It computes and keeps as much."""
     if shape.experts is None:
         return shape
     rows = shape.experts_per_token * (shape.capacity_factor or 1.0)
@@ -293,13 +289,13 @@ def dense(shape: ModelShape) -> ModelShape:
 
 
 def block_size(shape: ModelShape) -> int:
-    """Return the parameters of a block."""
+    """Return the number of parameters of a block."""
     return facts(replace(shape, layers=1), 1).units[0].numel
 
 
 def _heads(shape: ModelShape) -> int:
-    """The number whose width is nearest the model's own, of those that attention has kernels for
-    and that its heads of keys divide, where there are any: then tp cuts both alike."""
+    """Return a number of heads with about the model's head_dim. Numbers with attention kernels are
+    preferred, and multiples of the model's key heads, which tp shards in the same way."""
     pool = [heads for heads in divisors(shape.hidden) if shape.hidden // heads % 2 == 0] or [1]
     alike = [heads for heads in pool if heads % shape.kv_heads == 0]
 
@@ -312,9 +308,8 @@ def _heads(shape: ModelShape) -> int:
 
 
 def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWork:
-    """Return the work of a shape's stand-in with attention over as many heads as the shape has, and
-    as wide ones: their scores grow with the square of the sequence, and no part of the feed-forward
-    width makes up for them."""
+    """Return the work of a stand-in with the shape's number of heads and head_dim. Scores grow with
+    the square of the sequence, so a feed-forward width cannot compensate them."""
 
     def changed(item: Operator | InnerCollective) -> Operator | InnerCollective:
         if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
@@ -330,18 +325,26 @@ def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWor
     return work._replace(layers=tuple(alike[id(layer)] for layer in work.layers))
 
 
-_TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
+# Tokens per step and per sample by default, as in published pre-training runs of dense models.
+_TOKENS, _SEQUENCE = 4e6, 4096
 _CPU_LAYOUT, _GPU_LAYOUT, _OLD_GPU_LAYOUT = "fp32", "zero16", "fp16"
 _BF16 = 80  # the first compute capability with matrix units for bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedJob:
-    """`base` is the job on one rank, `devices` are how many it is searched on, `where` the
-    constraints, degrees and numbers that are written among them, `written` what else is written of
-    what is chosen. `source` and `overrides` load the base, but for what is chosen.
-    `stand_in`: the shape that estimates score, where no table tells of the base's own. `margin`:
-    the part of a device's memory that stays free."""
+    """A job to be placed by a search.
+
+    Attributes:
+        base: The spec of the job on one rank.
+        devices: The number of devices.
+        where: Constraints, including degrees and numbers that the spec sets.
+        source: The model or spec from which the base is loaded.
+        overrides: The overrides with which it is loaded.
+        written: The other choices that the spec sets.
+        stand_in: The shape that estimates use. None if tables cover the model.
+        margin: The fraction of a device's memory that stays free.
+    """
 
     base: Spec
     devices: int
@@ -354,28 +357,28 @@ class SearchedJob:
 
     @property
     def margin_bytes(self) -> int:
-        """Return the bytes of a device that stay free."""
+        """The bytes of a device that stay free."""
         return round(self.margin * self.base.cluster.device_memory) if self.base.cluster else 0
 
     @property
     def room(self) -> float:
-        """Return the bytes of a device that a peak may fill."""
+        """The bytes of a device that a peak may fill. Infinite without a cluster."""
         cluster = self.base.cluster
         return float(cluster.usable_memory - self.margin_bytes) if cluster else math.inf
 
     @property
     def scored(self) -> Spec:
-        """Return the base as it is estimated."""
+        """The base with the model that estimates use."""
         return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
 
     @property
     def sized(self) -> Spec:
-        """Return the base if its shape gives its sizes, else that of the stand-in."""
+        """The base if its model has a shape, else the base with the stand-in."""
         return self.base if isinstance(self.base.model, ModelShape) else self.scored
 
     @property
     def name(self) -> str:
-        """What the winner's spec is called."""
+        """The name of the best placement's spec."""
         return f"{self.base.name}-{self.devices}"
 
 
@@ -388,9 +391,20 @@ def searched_job(
     where: Sequence[str] = (),
     read: ReadFacts = read_or_kept,
 ) -> SearchedJob:
-    """Return the job of a model (a preset, a file of a shape) or of a spec, with the facts of a
-    model that is not built in from `read`. Raises SpecError for what is none of these, and where
-    the cluster has fewer devices."""
+    """Return the job of a model (a preset, or a file with a shape) or of a spec.
+
+    Args:
+        source: The model or spec.
+        overrides: Overrides as on the command line.
+        cluster: The name or file of a cluster. By default the cluster of the spec.
+        devices: The number of devices. By default all devices of the cluster.
+        where: Constraints.
+        read: Reads the facts of a model that is not built in.
+
+    Raises:
+        SpecError: The source, cluster or number of devices is invalid, or no table covers the
+            model.
+    """
     of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
     words = [*of_cluster, *overrides]
     if is_model(source):
@@ -422,8 +436,8 @@ def searched_job(
 
 
 def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
-    """The shape that a model is scored as; None where tables tell of its own. Raises SpecError
-    where they tell of neither."""
+    """Return the shape that estimates use, or None if tables cover the model; raise SpecError if
+    they cover neither."""
     if is_tabulated(base):
         return None
     like = stand_in(shape)
@@ -440,14 +454,14 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
 def said_in(
     source: str | dict[str, object] | None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what a source and overrides write, before anything is resolved."""
+    """Return the keys and values that a source and overrides set, before they are resolved."""
     root = read_expanded_tree(source, overrides).root
     assert isinstance(root, dict), "a file of a spec is a mapping"
     return root
 
 
 def _require_known(source: str) -> None:
-    """Raises SpecError for a name that is like a model's and no spec's."""
+    """Raise SpecError for a name that is similar to a model's name and is no spec's name."""
     specs = [name for folder in ("strategies", "paper", "node") for name in list_files(folder)]
     near = find_similar(source, tuple(list_files("models")))
     if near and source not in specs and not Path(source).exists():
@@ -459,7 +473,8 @@ def _require_known(source: str) -> None:
 
 
 def is_model(source: str) -> bool:
-    """Return whether it names a model: a preset, or a file of a shape's fields and no spec."""
+    """Return True if a source names a model: a preset, or a file with the fields of a shape instead
+    of a spec."""
     if source in list_files("models"):
         return True
     if not source.endswith((".yaml", ".yml")) or not Path(source).exists():
@@ -479,7 +494,7 @@ def _model_mapping(source: str) -> dict[str, object]:
 
 
 def _of_model(source: str, said: dict[str, Any], where: Sequence[str]) -> SearchedJob:
-    """All axes are searched, but for degrees that are written."""
+    """Return the job of a model. All axes are searched, except degrees that overrides set."""
     said = _with_defaults(said)
 
     def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:
@@ -495,7 +510,8 @@ def _of_model(source: str, said: dict[str, Any], where: Sequence[str]) -> Search
 
 
 def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> SearchedJob:
-    """What is written stays, and an axis that its mesh does not name has one rank."""
+    """Return the job of a spec. Its values stay, and an axis that its mesh does not name has one
+    rank."""
     _require_known(source)
     said = said_in(source, words)
     if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
@@ -526,9 +542,10 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
 
 
 def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
-    """A batch of about 4M tokens where none is written, and a layout that the devices are for."""
+    """Return a model's mapping with defaults: about 4M tokens per step, and a layout for the
+    devices."""
     if not isinstance(said.get("batch", {}), dict):
-        load({**said, "mesh": {}})  # says what a batch is
+        load({**said, "mesh": {}})  # raises the usual error for an invalid batch
     batch = dict(said.get("batch", {}))
     batch.setdefault("sequence", _SEQUENCE)
     if isinstance(batch["sequence"], int) and batch["sequence"] > 0:
@@ -544,8 +561,8 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
-    """Return the name or file of a spec, and the overrides that make a candidate of it; of a model
-    the default spec's. `spec` has the mapping that loads to it."""
+    """Return the name or file of a spec (for a model the default spec), and the overrides that turn
+    it into the candidate with this resolved spec."""
     if is_model(job.source):
         before, said = _default_spec()
         return (load_names().default, *_changes(before, spec.resolved, said))
@@ -555,14 +572,14 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
 
 @cache
 def _default_spec() -> tuple[dict[str, object], dict[str, Any]]:
-    """Return the default spec, resolved and as it is written."""
+    """Return the default spec, resolved and as written."""
     return load(None).spec.resolved, said_in(None)
 
 
 def _changes(
     before: dict[str, object], after: dict[str, object], said: dict[str, object]
 ) -> Iterator[str]:
-    """Sections that differ, and those that candidates say and the file says otherwise."""
+    """Yield overrides for sections that differ, or that the source sets to another value."""
     of_candidates = {place.partition(".")[0] for place in OF_CANDIDATES}
     for key, value in after.items():
         is_said = key in of_candidates and said.get(key) not in (None, value)
@@ -578,6 +595,6 @@ def _changes(
 _UNSAID = {
     "activations": "R",
     "recompute": "none",
-    # as the wrapper does by itself
+    # null: the wrapper's default
     **dict.fromkeys(("unit", "overlap", "prefetch", "gather_after_update"), "null"),
 }

@@ -141,6 +141,8 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     few, many = (_predicted(spec, kept, None, layers) for layers in (_FEW, _MANY))
     if not (few.peak and many.peak):
         return None
+    # Peaks are linear in the number of layers once blocks set the peak. The difference of two
+    # models has the bytes of a block without those of the ends.
     block = (_in_use(many, 0) - _in_use(few, 0)) / (_MANY - _FEW)
     ends = max(0.0, _in_use(many, 0) - _MANY * block)
     alone = Activity(
@@ -155,12 +157,16 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     staged = _predicted(spec, kept, _STAGED, _RANKS)
     if not staged.peak:
         return alone
+    # 1F1B keeps one chunk less on each following rank. Ranks between the ends differ in nothing
+    # else, so their difference is the bytes of a chunk.
     second, third, last = (_in_use(staged, stage * spec.world_size) for stage in range(1, _RANKS))
     waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
     chunk = max(block, float(second - third))
     return replace(
         alone,
         stage=chunk - block,
+        # GPipe runs all forwards first: on the last rank every micro-batch then waits with its
+        # head's tensors. 1F1B has one there.
         head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
         in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
@@ -290,7 +296,7 @@ def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
     return max(1, -(-ranks // on_node))
 
 
-_COPIED = 2**24  # bytes of a copy from which the rate between tiers is read
+_COPIED = 2**24  # bytes of a copy from which the rate is read: at 16 MiB latency is negligible
 
 
 class Links:

@@ -257,6 +257,7 @@ def crossing(collective: Collective, ranks: int, nodes: int) -> float:
         return 0.0
     if collective is Collective.ALL_TO_ALL:
         return (ranks - ranks / nodes) / (ranks - 1)
+    # A ring of R ranks on N nodes has R links, of which N connect nodes.
     return nodes / ranks
 
 

@@ -69,7 +69,9 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_PER_PLACEMENT = 16  # best candidates kept per placement
+# Best candidates kept per placement. They differ in batches, activations and pipelines, and an
+# exact derivation may reject those whose estimate is too low by up to SLACK.
+_PER_PLACEMENT = 16
 _BANDS = 16  # bands of memory; the fastest of each is on the estimated front
 
 
@@ -229,6 +231,8 @@ class SearchResult:
         others, saved = block.levels[0][0], min([level[4] for level in block.levels])
         for memory, rows in block.groups.items():
             self.counts.scored += len(rows)
+            # A lower bound of the peak: states that always exist, and the activations of the rank
+            # that saves least. Most groups exceed the limit by it, and need no peak per rank.
             floor = memory.lives[0] * others + saved
             if floor > self.limit and floor >= rows[0].least:
                 continue
@@ -244,6 +248,8 @@ class SearchResult:
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
         """Add a candidate that may fit, if it satisfies constraints on figures."""
         counts, best = self.counts, row.best
+        # Pruning: compute and bubble are shared by all rows of a block. If these alone are slower
+        # than the worst candidate kept, no row can enter, and communication need not be estimated.
         if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
             counts.fitting += size <= self.task.room
             return
@@ -255,6 +261,8 @@ class SearchResult:
         counts.untimed += seconds == float("inf")
         first, second = (size, seconds) if self.by_memory else (seconds, size)
         if len(best) < _PER_PLACEMENT or first < best[-1][0]:
+            # The running count makes keys unique, so that ties never compare blocks, which have no
+            # order.
             insort(best, (first, second, counts.scored + counts.fitting, block, row))
             del best[_PER_PLACEMENT:]
 

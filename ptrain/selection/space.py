@@ -1,8 +1,9 @@
-"""The space of a search: what each room offers, and which of it is legal together.
+"""The space of a search: the choices of each axis space, and the combinations of them that are
+legal.
 
-A product of choices is legal where `algebra.legality` says so. The rules are asked once for each
-combination of choices whose degrees do not matter, on a spec with as little beside it as can be;
-of what is left the whole candidate is asked before it is derived.
+A product of choices is legal if `algebra.legality` has no objection. The rules run once for each
+combination of choices whose degrees do not matter, on a spec with as few other choices as possible.
+The full candidate is checked again before it is derived.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from ptrain.spec.placement import EXPERT_AXES, SAMPLE_AXES, Axis, Factor, Placem
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.units import grouped
 
-# Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
-# are derived with it, and the search knows nothing of it.
+# Spaces whose axes shard the operators of a block. The bytes and operators of a block are derived
+# with their choice, so the search needs no formula for them.
 WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE, EXPERT_SPACE)
 SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
@@ -55,13 +56,22 @@ KEPT = (
     ActivationMode(tier=Tier.HOST),
 )
 _MOST_MICRO = 2**9  # samples of a micro-batch
-_ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
+# All micro-batches up to 16 samples are tried, and of larger ones those that are a quarter apart:
+# neighbours have nearly equal figures, and the descent tries the divisors next to the best one.
+_ALL_UP_TO, _APART = 16, 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the space: a choice of each room, samples that a rank computes at once, and how
-    blocks keep their activations."""
+    """One point of the space.
+
+    Attributes:
+        within: The choices of the axes within a block.
+        pipeline: The choice of the pipeline.
+        data: The choice of the data axes.
+        micro: Samples of a micro-batch.
+        kept: How blocks keep their activations.
+    """
 
     within: tuple[AxisChoice, ...]
     pipeline: AxisChoice
@@ -79,24 +89,31 @@ class Candidate:
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
-    """Return the spec with so many micro-batches of so many samples."""
+    """Return the spec with `number` micro-batches of `micro` samples."""
     return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=number))
 
 
 def kept_so(spec: Spec, kept: ActivationMode) -> Spec:
-    """Return the spec with all blocks' activations kept so."""
+    """Return the spec with this activation mode for all blocks."""
     return spec.with_fields(activations=ActivationSpec(default=kept))
 
 
 def ways_to_keep(away: Tier) -> tuple[ActivationMode, ...]:
-    """Return how blocks may keep activations, where what is off the device is on a tier."""
+    """Return the activation modes that a search tries, with offloaded activations on the tier
+    `away`."""
     return tuple(replace(kept, tier=away) if kept.tier is Tier.HOST else kept for kept in KEPT)
 
 
 def inner_products(
     base: Spec, devices: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
-    """Yield how many ranks the axes within a block take together, with a choice of each."""
+    """Yield the number of ranks of the axes within a block, and a choice of each of these axes.
+
+    Args:
+        base: The spec of the job.
+        devices: The number of devices.
+        written: The choices that the spec sets.
+    """
     products: list[tuple[int, tuple[AxisChoice, ...]]] = [(1, ())]
     for space in WITHIN:
         products = [
@@ -109,8 +126,8 @@ def inner_products(
 
 
 def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield samples of a micro-batch, and how many of these a step has: the divisors of a rank's
-    samples."""
+    """Yield the samples of a micro-batch and the number of micro-batches in a step. The samples are
+    the divisors of a rank's samples, up to 512."""
     samples, left = divmod(base.batch.global_samples, data_ranks)
     if left or not samples:
         return
@@ -118,8 +135,8 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the smaller of these micro-batches, and of the larger ones powers of two and those that
-    are a quarter larger than the one before: of many divisors few fit, and neighbours are alike."""
+    """Yield some of these micro-batches: all small ones, all powers of two, and larger ones that
+    differ by at least a quarter."""
     last = 0
     for micro, number in batches:
         is_power = micro & (micro - 1) == 0
@@ -129,7 +146,8 @@ def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class Through(Enum):
-    """How a step goes through the ranks, as far as the other rooms see it."""
+    """The flow of a step through the ranks, as far as it matters to other choices: without a
+    pipeline, with a pipeline, or with one whose backward passes run in halves."""
 
     ALONE = auto()
     WHOLE = auto()
@@ -138,8 +156,14 @@ class Through(Enum):
 
 @dataclass(frozen=True)
 class Legality:
-    """Which combinations of choices are legal and run, and are predicted. `scored`: the base whose
-    tables are looked for, where those of its own are not."""
+    """The check if combinations of choices are legal, supported and predicted.
+
+    Attributes:
+        base: The spec of the job.
+        written: The choices that the spec sets.
+        scored: The spec whose tables are used, if the job's model has none. Else None.
+        open_specs: A cache of specs by kind of choice, with the rules that remain to be checked.
+    """
 
     base: Spec
     written: FixedChoices = NOTHING_FIXED
@@ -147,8 +171,9 @@ class Legality:
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
-        """Of a schedule with so many micro-batches, of whole layers and no copies."""
-        base = replace(self.base, routing=None)  # which is refused without the axes of experts
+        """Return True if a pipeline choice is legal with this number of micro-batches, without
+        other axes."""
+        base = replace(self.base, routing=None)  # illegal without the axes of experts
         batch = _batch(base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
         if kind not in self.open_specs:
@@ -165,8 +190,14 @@ class Legality:
         *,
         several: bool,
     ) -> bool:
-        """Of how blocks are cut and kept, of one sample or `several`; false too where no table
-        tells what that allocates on the devices."""
+        """Return True if choices within a block are legal and predicted.
+
+        Args:
+            choices: The choices.
+            kept: How blocks keep their activations.
+            through: The flow of a step through the ranks.
+            several: True if a micro-batch has several samples.
+        """
         kind = ("within", choices, through)
         if (opened := self.open_specs.get(kind)) is None:
             tall = self._tall((THROUGH[through], *choices), _ENOUGH)
@@ -191,10 +222,17 @@ class Legality:
         *,
         many: bool,
     ) -> Iterator[AxisChoice]:
-        """Yield which of these tuples and dials are legal, whatever the degrees are: beside axes
-        within a block or none, and of one micro-batch or several. Not those of a dial that says
-        what goes without saying."""
+        """Yield the legal choices of the data axes. Dials with their default value are left out.
+
+        Args:
+            choices: The choices. Their degrees do not matter.
+            within: The choices within a block, or none.
+            through: The flow of a step through the ranks.
+            many: True if a step has several micro-batches.
+        """
         number = _ENOUGH if many else 1
+        # Adjacent choices with equal tuples and dials share a spec. Only the rules that read the
+        # dials are checked again for each of them.
         for (_, names), alike in groupby(choices, _tuples_and_dials):
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
@@ -212,18 +250,18 @@ class Legality:
 
     @cached_property
     def _roomy(self) -> Spec:
-        """The base with layers enough for any choices, on no cluster, which could have too few
-        devices for them."""
+        """The base with enough layers for any choice. It has no cluster, which could have too few
+        devices."""
         return replace(_with_layers(self.base), cluster=None)
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        """Those of the model that is scored, with room: no choice changes them but by its unit."""
+        """The facts of the model that is scored, with enough layers. Choices do not change them."""
         return built_in_facts(_with_layers(self.scored or self.base))
 
     @cached_property
     def _even(self) -> Spec:
-        """The same with rows that any shards divide."""
+        """The base with dimensions that any number of shards divides."""
         model = self._roomy.model
         if isinstance(model, ModelShape):
             vocab, ffn, width = (
@@ -242,31 +280,34 @@ class Legality:
         return apply_choices(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
     def _like(self, spec: Spec) -> Spec:
-        """The spec as it is scored: what stands in for a model with experts has none."""
+        """Return the spec with the model that is scored. It has no experts if it replaces a MoE
+        model."""
         if self.scored is None:
             return spec
         return without_experts(spec).with_fields(model=_with_layers(self.scored).model)
 
 
 def without_experts(spec: Spec) -> Spec:
-    """Return the spec without the axes along which ranks have experts of their own."""
+    """Return the spec without the axes over which experts are distributed."""
     return spec.with_fields(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
 
 
 def _with_layers(spec: Spec) -> Spec:
-    """The spec with layers enough for any stages."""
+    """Return the spec with enough layers for any stages."""
     model = spec.model
     if isinstance(model, ModelShape) and model.layers < _LAYERS:
         model = replace(model, layers=_LAYERS)
     return replace(spec, model=model)
 
 
+# Two layers for each of the stages below, and more micro-batches than their ranks. Both schedules
+# accept these, so legality depends on the choices alone.
 _LAYERS, _ENOUGH = 8, 4
 _NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
-_ROWS = 2**12
+_ROWS = 2**12  # a multiple of all smaller powers of two of shards
 STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=STAGES),)
-# Of each flow a schedule that takes any number of micro-batches.
+# A schedule for each flow that accepts any number of micro-batches.
 THROUGH = {
     Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),
     Through.WHOLE: AxisChoice(
@@ -284,12 +325,12 @@ def _batch(base: Spec, micro_batches: int, data_ranks: int) -> Batch:
 
 
 def _tuples_and_dials(choice: AxisChoice) -> tuple[tuple[Factor, ...], list[str]]:
-    """A choice's tuples, and the names of its dials."""
+    """Return the tuples of a choice, and the names of its dials."""
     return choice.factors, [name for name, _ in choice.changes]
 
 
 def through_of(choice: AxisChoice) -> Through:
-    """Return how a step goes through the ranks of a choice of the pipeline's."""
+    """Return the flow of a step through the ranks of a pipeline choice."""
     if not choice.factors:
         return Through.ALONE
     pipeline = next(value for name, value in choice.changes if name == "pipeline")
@@ -299,9 +340,10 @@ def through_of(choice: AxisChoice) -> Through:
 def data_choices(
     base: Spec, written: FixedChoices = NOTHING_FIXED
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
-    """Return the choices of the data axes by the axes that they have, two ranks on each."""
+    """Return the choices of the data axes by their axes, with two ranks on each axis."""
     return grouped(
         (tuple(factor.axis for factor in choice.factors), choice)
+        # Degrees are set later (`sized`). Two ranks on each of n axes are 2^n ranks.
         for power in range(len(DATA_SPACE.axes) + 1)
         for choice in DATA_SPACE.choices(base, 2**power, written)
         if all(factor.degree == 2 for factor in choice.factors)
@@ -318,7 +360,7 @@ def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
 
 
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield every factorization of the ranks over so many axes, none of which has one alone."""
+    """Yield every factorization of `ranks` over `axes` axes, with at least two ranks on each."""
     if axes == 0 and ranks == 1:
         yield ()
     for first in divisors(ranks)[1:] if axes else ():
@@ -328,7 +370,13 @@ def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
 def pipelines(
     base: Spec, ranks: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
-    """Yield how many of so many ranks are left to the data axes, with the choices of the
-    pipeline that leave these."""
+    """Yield the number of ranks that remain for the data axes, and the pipeline choices that leave
+    it.
+
+    Args:
+        base: The spec of the job.
+        ranks: The number of ranks without those of axes within a block.
+        written: The choices that the spec sets.
+    """
     for size in PIPELINE_SPACE.sizes(base, ranks, written):
         yield ranks // size, tuple(PIPELINE_SPACE.choices(base, size, written))

@@ -121,6 +121,7 @@ class _LeafWalk:
     def iter_leaves(self, module: nn.Module) -> Iterator[_Leaf]:
         """Yield the leaves of the model without its blocks, or of one block."""
         self._part += 1
+        # A block that is walked itself must not be recorded as a reference to a block.
         self._number_of.pop(id(module), None)
         yield from self._of_module("", module)
 
@@ -208,6 +209,8 @@ class _LeafWalk:
 
     def _first_place(self, value: object, path: str) -> Hashable:
         """Return the place of an object's first occurrence; None if this is the first."""
+        # References to other blocks are recorded by their number, so that a block that holds its
+        # successor differs from the others.
         if id(value) in self._number_of:
             return "block", self._number_of[id(value)]
         if id(value) in self._met:
@@ -313,7 +316,9 @@ class SectionRecorder(OperatorMode):
         return "blocks ago", here - place, name
 
 
-FEWEST = 4  # blocks of the shortest run; it must exceed the number of prefetched units
+FEWEST = (
+    4  # blocks of the shortest run: the ends, and two inner ones whose neighbours are inner too
+)
 LEAST = 20  # fewer blocks are all run: the three runs have 4 + 5 + 6 = 15 blocks
 
 
@@ -507,9 +512,12 @@ def _read_structure(model: FakeModel) -> Repetition | None:
 
 def _record_sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
     """Return the sections of a forward pass; None unless blocks run once, in order, and equally."""
+    # Backward follows from the operators of forward, except for code that only backward runs
+    # (module docstring).
     recorder = SectionRecorder(model.module, blocks)
     with recorder.recording():
         forward_once(model.module, model.spec)
+    # A block that runs twice, or not at all, has a section that is not its own.
     if recorder.entered != [*range(len(blocks))]:
         return None
     front, first, *between, last = recorder.sections

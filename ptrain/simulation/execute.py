@@ -168,8 +168,9 @@ def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any,
     return (*args[:first], query, *shapes, *args[first + 3 :])
 
 
+# The two configurations of PYTORCH_CUDA_ALLOC_CONF that change how segments are reserved.
 SEGMENTS = {"default segments": False, "segments that expand": True}
-_LR = 1e-3
+_LR = 1e-3  # any value: no figure depends on it
 _IN_PROGRAMS = "a compiled program does not mark the operators that it recomputes"
 _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
@@ -231,6 +232,8 @@ class SimulatedRank:
         products_held = (
             AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec))
         )
+        # cuBLAS keeps its workspaces from the first product on, so they are resident in every
+        # steady step.
         resident, moments = [*step.resident, *products_held], step.moments
         if not is_lazy:
             resident, moments = [*resident, *moments], []

@@ -51,7 +51,7 @@ def named_modules(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn
 _ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
 _OF_PROCESSOR = "flash_attention_for_cpu"
 _SUM = "aten::sum"
-_WIDEST = 4  # bytes of an element; wider elements are not summed in 32 bits
+_WIDEST = 4  # bytes of an element: `derivation.kernels.sum_of_rows` is for sums in fp32
 
 Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
@@ -162,6 +162,7 @@ class AllocationMeter(MemoryMeter):
         self._micro_batch = 0
         self._streams = allocating_streams(program.model)
         self._moments_of = {
+            # The master copy exists before the first update. Only moments are allocated by it.
             storage_of(tensor)._cdata
             for _, kept in program.update.tensors()
             for name, tensor in kept.items()

@@ -242,6 +242,8 @@ class ThreeRuns(Generic[Token]):
         pieces: list[Piece] = []
         ways: list[Iterator[Piece]] = [self._next_pieces((0, 0, 0))]
         failed: set[_Places] = set()
+        # Depth first, with the places from which no division leads to the end: without them the
+        # search would be exponential in the number of pieces.
         while any(self.words) and ways:
             piece = next(ways[-1], None)
             if piece is None:  # no candidate at this place leads to the end: backtrack
@@ -330,8 +332,12 @@ def repeated_calls(
 
     def grows(calls: Calls) -> bool:
         is_one_kind = len({(call.key, call.calls) for call in calls}) == 1
+        # Buckets of states have a size limit. One that grows with three runs may be full with more
+        # blocks.
         if any(call.key.state in _IN_BUCKETS for call in calls):
             return False
+        # The bytes that are sent follow from the payload. If they do not in the three runs, they
+        # cannot be computed for more blocks.
         is_by_the_rule = all(call.sent_bytes == sent(call) for call in calls)
         return is_one_kind and is_by_the_rule and _is_even([call.payload_bytes for call in calls])
 
@@ -401,6 +407,8 @@ def _strip_keys(runs: Sequence[Events]) -> list[list[KeylessEvent]]:
     Storages of one kind and size are freed in the order that is the same in all runs: youngest
     first, as a backward pass frees them, or oldest first.
     """
+    # Keys number all storages, so that they differ between runs of different length. A place among
+    # equal live storages does not.
     goings = [list(_freed_places(run)) for run in runs]
     seen: dict[End, list[defaultdict[Kind, set[int]]]] = {
         end: [defaultdict(set) for _ in runs] for end in End

@@ -77,10 +77,13 @@ def _attention(call: AttentionCall) -> FusedAttention | None:
     )
 
 
+# A100, H100 and B200. Torch chooses by capability, so that a row holds for other GPUs of one.
 CAPABILITIES = (80, 90, 100)
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
-WIDEST = 512
+WIDEST = 512  # head_dim: no kernel of torch 2.13 supports more than 256
 BATCH, HEADS = 3, 5
+# Lengths below, between and at the multiples to which kernels pad rows, so that a multiple is
+# unique.
 SEQUENCES = (2, 33, 77, 1000, 1024)
 Choice = tuple[str, int, str, str, list[list[int]]]
 _OPERATOR = "aten::_scaled_dot_product_"

@@ -184,6 +184,8 @@ def _kept_changes(deltas: Sequence[int]) -> Iterator[int]:
     now = levels[0]
     for place, level in enumerate(levels[1:], 1):
         is_last = place == len(levels) - 1
+        # A level that another one contains is never the peak, whatever the sizes are. Equal levels
+        # are kept once.
         earlier = any(_contains(other, level) for other in levels[:place])
         later = any(
             _contains(other, level) and not _contains(level, other) for other in levels[place:]
@@ -200,6 +202,7 @@ def _contains(other: Counter[int], level: Counter[int]) -> bool:
 
 def _level_changes(now: Counter[int], then: Counter[int]) -> Iterator[int]:
     """Yield the frees, then the allocations that lead from one level to another."""
+    # Frees first: the path between two kept levels then never exceeds the higher one.
     change = {number: then[number] - now[number] for number in sorted({*now, *then})}
     for number, more in change.items():
         yield from [-number] * -more

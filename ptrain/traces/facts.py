@@ -1,11 +1,12 @@
-"""Derive the facts of any model that a spec names: from the shape of a built-in model; read from
-the module and traced for any other, whole and, if it is split into stages or over tp, per rank.
+"""Derive the facts of any model that a spec names. The facts of a built-in model follow from its
+shape. Any other model is read from its module and traced: as a whole and, if it is split into
+stages or sharded over tp, for each rank.
 
 A trace runs one micro-batch at the spec's shape and dtypes. The backward pass stops at modules
 whose inputs need no gradient.
 
-If allocations depend on data, a model whose operators select by data has the traces at both extents
-of the selection. A model that reads values and then branches on them has no prediction.
+A model whose operators select elements by data is traced at two numbers of selected elements. A
+model that reads values and then allocates differently has no prediction.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ _READS_VALUES = "its code reads values"
 
 
 class TraceSamples(Protocol):
-    """Traces a micro-batch of these samples."""
+    """The function that traces a micro-batch of given samples."""
 
     def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers: ...
 
@@ -101,8 +102,20 @@ def facts_by_data(
     samples: SampleBatch,
     further: Callable[[], Sequence[SampleBatch]],
 ) -> ModelFacts:
-    """Return the facts of a whole model with what it allocates. `layers` is what it did with
-    these samples; `further` gives others, none where nobody knows which it takes."""
+    """Return the facts of a full model with its allocations.
+
+    Args:
+        known: The facts without a trace.
+        layers: The trace of `samples`.
+        traced: Traces a micro-batch of other samples.
+        samples: The samples of the first trace.
+        further: Returns other samples. Empty if it is unknown which tokens the model accepts.
+
+    Returns:
+        The facts. If operators select elements by data, with one trace per number of selected
+        elements; if allocations depend on data in another way, without a timeline and with the
+        reason.
+    """
     selected = layers.recording.selected
     if selected.unbounded:
         return _with_unknown(
@@ -120,8 +133,9 @@ def facts_by_data(
 
 
 def without_bounds(facts: ModelFacts) -> ModelFacts:
-    """Return the facts of a model whose ranks have experts of their own. What these select is of
-    other ranks' tokens too, as many as these send: of how much nobody knows a bound."""
+    """Return the facts without a timeline if the model selects elements by data and ranks have
+    different experts. These also select from the tokens of other ranks, whose number has no
+    known bound."""
     if not facts.by_data:
         return facts
     return replace(
@@ -135,7 +149,7 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
 
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
-    """Return the facts at each extent at which the model is to be traced."""
+    """Return the facts at each number of selected elements at which the model is traced."""
     if not facts.others:
         return [(facts, Extent.GIVEN)]
     return list(zip((facts, *facts.others), BOUNDS, strict=True))
@@ -154,8 +168,8 @@ def _with_unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFac
 def _unvisited_parameters(
     facts: ModelFacts, given: ModelFacts, traced: TraceSamples, samples: SampleBatch
 ) -> tuple[str, ...]:
-    """Return the parameters that have a gradient in some traces and in others none: in that of
-    samples that are alike, or where nothing but each module's first selection has an element."""
+    """Return the parameters that have a gradient if all elements are selected, but not with the
+    given samples or if only each module's first selection has an element."""
     seen = [set(given.gradient_order)]
     with suppress(UserCodeError, RuntimeError):  # code that does not run on nothing never has to
         seen.append(set(_with_trace(facts, traced(samples, Extent.FIRST)).gradient_order))
@@ -165,8 +179,8 @@ def _unvisited_parameters(
 def _find_doubt(
     layers: TracedLayers, traced: TraceSamples, further: Callable[[], Sequence[SampleBatch]]
 ) -> str:
-    """Return why what the layers did does not say what the model allocates of other samples; empty
-    where it allocates the same of all that there are to try."""
+    """Return the reason why a trace does not determine the allocations of other samples. Empty if
+    all further samples allocate the same."""
     if not (samples := further()):
         return f"{_READS_VALUES}, and without an nn.Embedding there are no other tokens to try"
     expected = layers.own_timeline
@@ -182,7 +196,7 @@ def _find_doubt(
 
 
 def _describe_selection(selected: DataDependence) -> str:
-    """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
+    """Return a text such as `h.0.mlp and 3 modules more select by data (nonzero)`."""
     first, *more = selected.modules
     number = len(more)
     others = f" and {number} more module{'s' * (number > 1)}" if more else ""
@@ -192,8 +206,8 @@ def _describe_selection(selected: DataDependence) -> str:
 
 @contextmanager
 def stops_of(model: nn.Module) -> Iterator[set[str]]:
-    """Temporarily record the names of the modules of `model` whose floating-point inputs never need
-    a gradient; none if everything is trained."""
+    """Temporarily record the names of modules whose floating-point inputs never need a gradient;
+    none if all parameters are trained."""
     stops: set[str] = set()
     goes_on: set[str] = set()
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
@@ -242,11 +256,20 @@ def facts_of(
     runs_fakes: bool = True,
     progress: Progress = lambda line: None,
 ) -> ModelFacts:
-    """A built-in model's facts from its shape, where tables tell what it allocates or it cannot be
-    traced; else, and any other model's, from the module itself. A call from Python allows the
-    import of a target; commands pass what their user allowed. `share` runs what it is given, which
-    takes seconds, or gives what another rank found. `runs_fakes` and `progress` as of
-    `read_facts`."""
+    """Return the facts of a spec's model.
+
+    Args:
+        spec: The spec.
+        allow_import: Allow the spec to import your code. A call from Python allows it by default;
+            commands pass the user's choice.
+        share: Runs a trace, which takes seconds, or returns the trace of another rank.
+        runs_fakes: Allow a trace on fake tensors in this process.
+        progress: Is called with a line of text before a trace that may take minutes.
+
+    Returns:
+        The facts from the shape of a built-in model, if tables cover it or it cannot be traced.
+        Otherwise the facts of the module.
+    """
     if (known := facts_from_shape(spec)) is not None:
         return known
     return read_facts(
@@ -272,7 +295,7 @@ def read_facts(
         spec: The spec of the model.
         model: An unwrapped module to read instead of the spec's. It is not changed.
         allow_import: Allow the spec to import your code.
-        share: Splits a global batch into the samples of a rank.
+        share: Runs a trace, which takes seconds, or returns the trace of another rank.
         runs_fakes: Allow a trace on fake tensors in this process. Pass False if the model runs on
             real tensors afterwards and its code may cache tensors.
         progress: Is called with a line of text before a trace that may take minutes.
@@ -306,8 +329,8 @@ def read_facts(
 
 
 def why_not_compiled(spec: Spec) -> str:
-    """Return why the programs of compiled blocks are not known here; empty if they are, or if
-    nothing is compiled."""
+    """Return the reason why programs of compiled blocks are unknown here. Empty if they are known,
+    or if nothing is compiled."""
     if spec.compile is Compiled.NONE:
         return ""
     if spec.may_be_on_cuda and torch.cuda.is_available():
@@ -342,7 +365,7 @@ def _read_own(
 
 
 def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = None) -> ModelFacts:
-    """Trace the spec's model on real tensors; announce a trace that takes more than seconds."""
+    """Trace the spec's model on real tensors, and report a trace that takes more than seconds."""
     spec = reader.spec
     if fake is not None and not fake.is_quick:
         name = type(fake.module).__name__
@@ -359,8 +382,8 @@ def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = Non
 
 
 def _read_fake(reader: _Reader, fake: FakeModel, untraced: ModelFacts) -> ModelFacts:
-    """Trace the spec's model on fake tensors; where these do not suffice, return `untraced` with
-    the reason."""
+    """Trace the spec's model on fake tensors. If these do not suffice, return `untraced` with the
+    reason."""
     why = why_untraced()
     try:
         if why:
@@ -377,7 +400,7 @@ def _read_fake(reader: _Reader, fake: FakeModel, untraced: ModelFacts) -> ModelF
 
 
 def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
-    """Return the facts of a module that the user built. What is traced is a copy of it."""
+    """Return the facts of a module that the user built, from a trace of a copy."""
     if isinstance(module, nn.Module) and not keeps_its_weights(module):
         spec = with_model(spec, module)
         return replace(facts_of(spec), model=spec.model)
@@ -392,7 +415,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
 
 
 def _vocabulary(large: FakeModel) -> int | None:
-    """Return the number of logits per token, from a forward pass; None if the loss is a user's
+    """Return the number of logits per token, from a forward pass. None if the loss is a user's
     function."""
     with fake_tensors(large.mode):
         return forward_once(large.module, large.spec)
@@ -400,7 +423,14 @@ def _vocabulary(large: FakeModel) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Reads facts off a module of the spec's; `around` is what it runs in."""
+    """Reads the facts of a module of the spec.
+
+    Attributes:
+        spec: The spec.
+        share: Runs a trace, or returns the trace of another rank.
+        allow_import: Allow the spec to import the user's code.
+        around: The context in which the module runs.
+    """
 
     spec: Spec
     share: Share
@@ -408,13 +438,13 @@ class _Reader:
     around: Around = nullcontext
 
     def read(self, model: nn.Module) -> ModelFacts:
-        """Return the facts of the whole model, and where layers or operators are cut, of what each
-        rank has of it."""
+        """Return the facts of the full model and, if layers are split or operators sharded, of each
+        rank's part."""
         spec = self.spec
         with self._running() as unknown:
             facts = module_facts(model, spec)
         facts = replace(facts, unknown_attention=" and of ".join(unknown.attention))
-        if facts.timeline is None:  # it cannot be traced, and nor can its parts
+        if facts.timeline is None:  # its parts cannot be traced either
             return facts
         with self._running():
             has_stages = stages_of_module(spec, model, facts) is not None
@@ -426,7 +456,7 @@ class _Reader:
         of_parts: Callable[..., Traced] = partial(trace_parts, spec, allow_import=self.allow_import)
         if is_within:
             of_parts = partial(self._of_stages, model)
-        del model  # whoever plays the ranks builds another
+        del model  # each process that traces a rank builds another: two would double the memory
         first, *others = (
             _with_parts(facts, self.share(partial(of_parts, facts, extent=extent)))
             for facts, extent in extents_of(facts)
@@ -457,14 +487,17 @@ def _with_parts(facts: ModelFacts, traced: Traced) -> ModelFacts:
 
 
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
-    """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
-    is left as it was. Where nothing is cut its blocks leave, in place, what the plan says. What
-    cannot run backward on a processor is not traced."""
+    """Return the facts of a module.
+
+    The module is changed in place: its parameters are cast to the spec's dtype and, if no axis
+    shards or splits it, its blocks get the plan's activation modes. The state of the random
+    generator is restored. A model that cannot run backward on a CPU is not traced.
+    """
     cast_module(model, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
-    if known.experts is not None:  # as ranks run it that have some of them each
+    if known.experts is not None:  # as on ranks that have a part of the experts
         route_rows(model, known.experts.modules, known.experts.number)
     ran = EqualLayers.from_spec(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, ran.run_layers)
@@ -487,7 +520,9 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             run = partial(record, model, units, lambda: loss(samples) / samples.rows)
             return TracedLayers(run(*samples.tensors, extent=extent), ran, units)
 
-        if is_whole and plan.compiled is not None:  # a program is made where it runs first
+        if (
+            is_whole and plan.compiled is not None
+        ):  # compiled in the first run, which allocates more
             run_unrecorded(model, units, lambda: loss(samples) / samples.rows)
         before = torch.get_rng_state()
         with stops_of(model) as stops:
@@ -505,8 +540,12 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
 
 
 class _Loss:
-    """A micro-batch's loss, as the spec has it. `vocabulary` is the size of the logits, once it has
-    run; None where nobody says that the output is logits."""
+    """The loss of a micro-batch, as the spec defines it.
+
+    Attributes:
+        vocabulary: The number of logits per token after the first run. None if the output may not
+            be logits.
+    """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self.model, self.spec = model, spec
@@ -519,14 +558,14 @@ class _Loss:
 
 
 class _UserLoss(_Loss):
-    """A micro-batch's loss by a function of the user's."""
+    """The loss of a micro-batch by a user's function."""
 
     def __call__(self, samples: SampleBatch) -> Tensor:
         return loss_of(self.model, samples, objective_of(self.spec), self.spec)
 
 
 class _ChunkedLoss(_Loss):
-    """A micro-batch's loss where the head gives it."""
+    """The loss of a micro-batch that the head computes in chunks."""
 
     def __init__(self, model: nn.Module, spec: Spec, inside: LossInHead) -> None:
         super().__init__(model, spec)

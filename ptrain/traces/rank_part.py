@@ -1,10 +1,10 @@
-"""The trace of one rank's part of a model, as its plan changes it: operators sharded, activations
-kept, the loss in chunks, and with pp a stage. The tables of built-in models are made this way, and
-the facts of all other models.
+"""Trace one rank's part of a model, as its plan changes it: sharded operators, activation modes, a
+loss in chunks, and with pp a stage. The tables of built-in models are made in this way, and the
+facts of all other models.
 
-Equal layers in a row are traced once. The layers of a built-in model run the same operators, so
-only the first, the two after it and the last run; the second stands for all in between. Every trace
-checks that the third did the same as the second. Layers that do not run are replaced by modules
+Consecutive equal layers are traced once. The layers of a built-in model run the same operators, so
+only the first, the two after it and the last run. The second represents all layers in between.
+Every trace checks that the third equals the second. Layers that do not run are replaced by modules
 that return their input.
 """
 
@@ -61,22 +61,30 @@ Pairs = list[Any]
 X = TypeVar("X")
 T = TypeVar("T", Timeline, RowsTimeline)
 
-_TEACHING = 2  # layers
-_MOST = 4  # layers of a row that run
+# Layers of a kind that run before a trace, so that torch caches the sharding of their operators.
+# The second one has the inputs of all further ones.
+_TEACHING = 2
+_MOST = 4  # layers of a row that run: the first, two equal ones, and the last
 
 
 @dataclass(frozen=True, slots=True)
 class EqualLayers:
-    """Layers, first to last, and the `kind` of each. Of equal ones in a row the first and the last
-    run, and the second, which stands for all between them, with the third as its witness."""
+    """Layers, first to last, with the kind of each.
+
+    Of consecutive layers of a kind, the first and the last run, and the second, which represents
+    all between them. The third runs too, to check that it equals the second.
+    """
 
     layers: Names
     kinds: tuple[Hashable, ...]
 
     @classmethod
     def from_spec(cls, spec: Spec, layers: Names) -> EqualLayers:
-        """Return these layers of a spec's model; each is a kind of its own where nobody says that
-        they are alike, and where copies or halves of passes depend on what runs beside them."""
+        """Return these layers of a spec's model.
+
+        Each layer is a separate kind if layers may differ, if activations are offloaded, or if
+        backward passes run in halves. Copies and halves depend on the neighbouring layers.
+        """
         kinds = block_kinds(spec, layers)
         is_alone = kinds is None or spec.pipeline.is_in_halves
         if is_alone or any(kind.kept.tier is not Tier.DEVICE for kind in kinds or ()):
@@ -86,7 +94,7 @@ class EqualLayers:
     @property
     def rows(self) -> tuple[tuple[Hashable, int], ...]:
         """The kind and the number of running layers of each row of equal layers. Layers with equal
-        rows do the same, whatever their names."""
+        rows run the same operators, whatever their names are."""
         return tuple((kind, min(len([*row]), _MOST)) for kind, row in groupby(self.kinds))
 
     @property
@@ -108,8 +116,8 @@ class EqualLayers:
 
     @property
     def learnt_layers(self) -> Names:
-        """The layers from which torch learns: of a kind the second is given what all behind it
-        are."""
+        """The layers that run before the trace, so that torch caches how their operators are
+        sharded: at most two of each kind."""
         seen = Counter[Hashable]()
         names = []
         for name, kind in zip(self.layers, self.kinds, strict=True):
@@ -118,7 +126,11 @@ class EqualLayers:
         return tuple(names)
 
     def of_all(self, parts: Sequence[X]) -> list[X]:
-        """Return a part for each of the layers, of those for the layers that ran."""
+        """Return a part for each layer.
+
+        Args:
+            parts: The parts of the layers that ran, in order.
+        """
         left, of_all = iter(parts), list[X]()
         for _, times in played_places(self.kinds, 1):
             part = next(left)
@@ -133,7 +145,13 @@ NO_LAYERS = EqualLayers((), ())
 def running_units(
     units: Sequence[tuple[str, ...]], layers: Names, names: Names
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the units that run where of the layers those of these names do."""
+    """Return the units that run.
+
+    Args:
+        units: The modules of all units.
+        layers: The names of all layers.
+        names: The names of the layers that run.
+    """
     skipped = [name for name in layers if name not in names]
     return tuple(modules for modules in units if not is_within(modules[0], skipped))
 
@@ -145,7 +163,7 @@ class _SkippedLayer(nn.Identity):
 
 @contextmanager
 def run_only(model: nn.Module, layers: Names, names: Names) -> Iterator[None]:
-    """Temporarily run only those of the layers that have these names."""
+    """Temporarily replace the layers that are not in `names` by modules that return their input."""
     skipped = {name: model.get_submodule(name) for name in layers if name not in names}
     for name in skipped:
         _set_module(model, name, _SkippedLayer())
@@ -177,7 +195,7 @@ class _LayerPart:
 
 
 def _shift_item(item: Any, layers: int) -> Any:
-    """Return the item with the rows of so many layers with experts further on."""
+    """Return the item with the numbers of its layers with experts moved by `layers`."""
     match item:
         case StorageEvents(events) if layers:
             return StorageEvents(tuple(e._replace(size=e.size.shift_layer(layers)) for e in events))
@@ -187,8 +205,14 @@ def _shift_item(item: Any, layers: int) -> Any:
 
 
 class TracedLayers:
-    """The trace of the layers that ran, in a model or stage of these units. It also stands for
-    equal layers of other names."""
+    """The trace of the layers that ran. It represents equal layers with other names too.
+
+    Args:
+        recording: The recording.
+        layers: The layers, of which some ran.
+        units: The modules of each unit that ran.
+        halves: The recording with the backward pass in halves, or None.
+    """
 
     def __init__(
         self,
@@ -201,7 +225,7 @@ class TracedLayers:
 
     @cached_property
     def own_timeline(self) -> Timeline:
-        """The timeline of what ran."""
+        """The timeline of the layers that ran."""
         return to_timeline(self.recording)
 
     @cached_property
@@ -209,16 +233,22 @@ class TracedLayers:
         return work_of(self.units, self.layers.run_layers, self.recording, self.halves)
 
     def work(self, layers: EqualLayers) -> WorkByKind | None:
-        """Return the computation of such layers, like `work_of`."""
+        """Return the computation of layers with these kinds. None if unknown."""
         own = self._own_work
         return own and own._replace(order=tuple(layers.of_all(own.order)))
 
     def timeline(self, layers: EqualLayers, units: Units) -> Timeline:
-        """Return the timeline of such layers, in a model or stage of those units."""
+        """Return the timeline of layers with these kinds, in a model or stage with these units."""
         return self.of_all(self.own_timeline, layers, units)
 
     def of_all(self, own: T, layers: EqualLayers, units: Units) -> T:
-        """Return a timeline of what ran, or a formula of rows, as that of all such layers."""
+        """Return a timeline, or a formula of rows, for all layers.
+
+        Args:
+            own: The timeline or formula of the layers that ran.
+            layers: All layers, of the same kinds.
+            units: The modules of all units.
+        """
         if layers.layers == self.layers.run_layers:
             return own
         enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
@@ -233,8 +263,8 @@ class TracedLayers:
     def _items(
         self, items: Sequence[Any], mark: Mark, layers: EqualLayers, places: Places
     ) -> tuple[Any, ...]:
-        """Return a pass of all layers, in its own order. The `marks` are where those that ran
-        begin."""
+        """Return the items of a pass over all layers, in the order of the pass. Layers begin at
+        `mark`."""
         is_reversed = mark is Mark.PRE_BACKWARD
         marks = self._boundaries(mark)
         names = "", *(self.units[mark.unit][0] for mark in marks)
@@ -249,8 +279,8 @@ class TracedLayers:
         )
 
     def _all(self, parts: Sequence[list[Any]], mark: Mark, layers: EqualLayers) -> list[list[Any]]:
-        """Return the events before all layers and those of each layer, in the order of the pass,
-        from the layers that ran."""
+        """Return the events before all layers and the events of each layer, in the order of the
+        pass, from the parts of the layers that ran."""
         order = -1 if mark is Mark.PRE_BACKWARD else 1
         of_ran, of_all = (
             self.layers.num_expert_layers_before(self.layers.run_layers),
@@ -269,7 +299,7 @@ class TracedLayers:
         return marks[::-1] if mark is Mark.PRE_BACKWARD else marks
 
     def _template(self, items: Sequence[Item], layer: str = "") -> Iterator[Any]:
-        """Yield items as tables have them, without the layer's number in their names."""
+        """Yield items in the form of a table: the layer's number is replaced by `*`."""
         for item in items:
             match item:
                 case Boundary(mark, unit):
@@ -314,14 +344,14 @@ Change = Callable[[nn.Module], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCuts:
-    """The stages that pp cuts a model into, and what they are cut from."""
+    """The stages into which pp splits a model, and the chain of layers that is split."""
 
     stages: Sequence[Stage]
     chain: Chain
 
 
 class ContextSlices:
-    """Slices of the tokens over a mesh of which this process plays one rank."""
+    """The shards of the tokens over a mesh, of which this process plays one rank."""
 
     def __init__(
         self,
@@ -378,8 +408,17 @@ class RankPart:
         layers: EqualLayers = NO_LAYERS,
         *changes: Change,
     ) -> list[Recording]:
-        """Return the recording of a full model, which is changed in place, and another recording
-        after each of `changes` to the model."""
+        """Record a full model, which is changed in place.
+
+        Args:
+            model: The model.
+            units: The modules of each unit.
+            layers: The equal layers, of which few run.
+            changes: Further changes to the model.
+
+        Returns:
+            A recording, and another one after each of `changes`.
+        """
         loss = self._prepare(model, self.tensor.roles if self.tensor else ())
         samples = self._samples()
 
@@ -406,10 +445,21 @@ class RankPart:
         *changes: Change,
         in_halves: bool,
     ) -> list[Recording]:
-        """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
-        that of the halves; the same after each of `changes` to its part. Of its `layers` that are
-        alike torch learns from two. The model is not changed; its part may be on meta, and is then
-        made of nothing in particular."""
+        """Record the passes of a stage. The model is not changed, and may be on the meta device.
+
+        Args:
+            model: The full model.
+            units: The modules of each unit of the stage.
+            cuts: The stages.
+            index: The index of the stage.
+            layers: The equal layers, of which few run.
+            changes: Further changes to the stage's part of the model.
+            in_halves: Also record the backward pass in halves.
+
+        Returns:
+            The recording, then with `in_halves` the one of the halves; then the same after each of
+            `changes`.
+        """
         stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
         part = part_of(model, stages, index, cuts.chain)
@@ -454,16 +504,18 @@ class RankPart:
         learn: Callable[[], object],
         few: Callable[[], AbstractContextManager[None]],
     ) -> Recording:
-        """What happens when torch has learnt what each operator is cut to: it computes that on
-        tensors, the first time. `learn` runs the same operators, within `few` as many layers as it
-        takes."""
+        """Return a recording that is made after torch has cached the sharding of each operator.
+
+        DTensor computes an operator's sharding on tensors when it first runs, which would be
+        recorded. `learn` runs the same operators on few layers, within `few`.
+        """
         if (self.mesh or self.experts or self.compiled) and not self.has_learnt:
             with few():
                 learn()
         return run()
 
     def _prepare(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
-        """Change a module in place, and return how it gives its loss."""
+        """Change a module in place, and return the function of its loss."""
         if self.tensor is not None:
             assert self.mesh is not None, "operators are not sharded over ranks"
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, TagRegistry())
@@ -473,6 +525,7 @@ class RankPart:
             self.experts(module)
         if self.quantize is not None:
             use_float8(module, self.quantize.linears, self.quantize.recipe)
+        # Compilation comes last: a program must contain the other changes.
         apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:
             compile_blocks(module, self.compiled.blocks)
@@ -492,7 +545,7 @@ class RankPart:
 
 @torch.no_grad()
 def _make_real(part: nn.Module) -> None:
-    """No size depends on what is in a parameter."""
+    """Allocate a part on the meta device and fill it with zeros. No size depends on the values."""
     if any(parameter.is_meta for parameter in part.parameters()):
         part.to_empty(device="cpu")
         for parameter in part.parameters():

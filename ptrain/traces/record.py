@@ -184,6 +184,9 @@ class Recorder(Ledger):
         self.events.append(StorageAllocated(number, storage.nbytes(), operator))
         self._newborn = key
         self._of_call += 1
+        # The first output of fused attention is its result. The further ones (logsumexp, random
+        # state) are the statistics, whose size depends on the kernel and not only on the
+        # dimensions.
         is_forward = not operator.endswith("_backward")
         if self._of_call > 1 and is_forward and operator.startswith(_ATTENTION):
             self._statistics.add(number)
@@ -205,6 +208,9 @@ class Recorder(Ledger):
         place, last = next(
             (p, e) for p in places if isinstance(e := self.events[p], StorageAllocated)
         )
+        # AccumulateGrad copies a gradient with `clone` or, for a layout that differs from the
+        # parameter's, with `empty_strided` (torch/csrc/autograd/utils/grad_layout_contract.h,
+        # `clone_obey_contract`, torch 2.13).
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
         freed: tuple[int, ...] = ()
         if cloned:
@@ -473,11 +479,15 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
 
     `in_halves` splits backward. The first stage has no halves, because tokens need no gradient.
     """
+    # The output's gradient is received before the pass, in a buffer with the shape of the hidden
+    # states.
     gradient = stage.hidden.detach().clone()
     hidden = stage.hidden.detach().requires_grad_()
     given = (hidden, gradient, *stage.samples.tensors)
     with _watching(stage.module, stage.units, given, stage.extent) as recorder:
         micro_batch = _MicroBatch(stage, recorder, hidden, gradient)
+        # The half of the weights adds to existing gradients, as in a schedule where an earlier
+        # micro-batch made them. New gradients would be stolen and count as allocations of the half.
         if in_halves:
             micro_batch.fill_gradients()
         with recorder:

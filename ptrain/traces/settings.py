@@ -78,6 +78,8 @@ class TableWriter:
         """
         of_unit = num_bytes // _WIDTH if follows else num_bytes
         coefficient, exponents = factorised(of_unit, self.symbols, values)
+        # The only factors other than dimensions are item sizes and small powers of two. Any other
+        # rest is a sum of products, which a table cannot express.
         assert coefficient & (coefficient - 1) == 0, f"{num_bytes} bytes are not a single product"
         flags = IN_ELEMENTS * follows | IS_STATISTICS * is_statistics
         return self._sizes.setdefault((flags, coefficient, exponents), len(self._sizes))
@@ -111,6 +113,9 @@ def factorised(
     return size, tuple(exponents)
 
 
+# Distinct primes, none of which divides another dimension: a size then factors in one way. 67 rows
+# of the vocabulary are not divisible by 3 ranks, and exceed the hidden size, as the fused loss
+# requires.
 TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {
     Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},

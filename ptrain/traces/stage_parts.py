@@ -1,9 +1,9 @@
-"""Trace the allocations of the stages of a model that is not built in, pass by pass, and the
-allocations of a rank with experts as a formula of their rows.
+"""Trace the stages of a model that is not built in, pass by pass, and express the allocations of a
+rank with experts as a formula of its rows.
 
-Two traces of the same operators are compared, between which each layer gets another number of rows.
-A storage of the same size in both has that size; one that grew with the rows of a layer has so many
-bytes per row. If another one grew, or operators differ, there is no formula.
+Two traces run the same operators, but each layer gets a different number of rows. A storage with
+the same size in both has this size for any rows. A storage that grew with the rows of one layer has
+a number of bytes per row. If a storage grew otherwise, or other operators ran, there is no formula.
 """
 
 from __future__ import annotations
@@ -70,14 +70,22 @@ Sizes = Mapping[int, RowsSize]
 
 
 class _NoFormula(Exception):
-    """Raised if the allocations are no formula of the rows."""
+    """The error for allocations that are not a formula of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenLoads:
-    """The second trace of a model: the experts of its first layer with some get a row more than in
-    the first trace, where all get as many `rows`, those of the next one two, and so on. So no two
-    layers' storages grow in the same ratio. `of_model`: all layers with experts, run or not."""
+    """The loads of the second trace of a model.
+
+    In the first trace all experts get `rows` rows. In the second, the experts of the first layer
+    with experts get one row more, of the second such layer two rows more, and so on. Each layer's
+    storages therefore grow by a different ratio.
+
+    Attributes:
+        layers: The layers with experts that run.
+        rows: Rows of each expert in the first trace.
+        of_model: All layers with experts, including those that do not run.
+    """
 
     layers: tuple[str, ...]
     rows: int
@@ -90,7 +98,12 @@ class UnevenLoads:
         )
 
     def formula(self, first: Recording, second: Recording) -> RowsTimeline | None:
-        """Return the formula of the rows that both traces are of; None where there is none."""
+        """Return the timeline as a formula of the rows, or None if there is none.
+
+        Args:
+            first: The recording with even loads.
+            second: The recording with these loads.
+        """
         try:
             return self._formula(first, second)
         except _NoFormula:
@@ -110,10 +123,16 @@ class UnevenLoads:
         )
 
     def _size(self, first: int, second: int) -> RowsSize:
-        """Return the size of a storage that was so large in the two traces."""
+        """Return the size of a storage with these bytes in the two traces.
+
+        Raises:
+            _NoFormula: The size did not grow with the rows of one layer.
+        """
         if first == second:
             return RowsSize(first)
         for layer in range(len(self.layers)):
+            # The ratios (rows + 1 + layer) / rows differ by layer, so at most one layer explains
+            # the growth.
             of_row, rest = divmod(first, self.rows)
             if not rest and of_row * (self.rows + 1 + layer) == second:
                 return RowsSize(of_row, layer)
@@ -121,8 +140,16 @@ class UnevenLoads:
 
 
 def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | None:
-    """Return how to trace what the plan has made of these layers of a model once more; None where
-    they allocate the same wherever tokens go."""
+    """Return the loads of the second trace.
+
+    Args:
+        spec: The spec.
+        plan: Its plan.
+        layers: The layers of the model or stage.
+
+    Returns:
+        The loads. None if routing does not change allocations, or no layer that runs has experts.
+    """
     if (step := plan.experts) is None or not is_by_routing(spec):
         return None
     of_model = layers_of(step)
@@ -143,12 +170,21 @@ def _operators(recording: Recording) -> object:
 
 
 def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> Iterator[RowsItem]:
+    """Yield the items of a pass with sizes as formulas.
+
+    Args:
+        events: The events of the pass.
+        sizes: The formula of each storage's size.
+        known: The bytes of each storage with even loads.
+    """
     last = last_views(events)
     for part in between_boundaries(events):
         match part:
             case Boundary():
                 yield part
             case GradientComplete():
+                # A gradient is kept over the step, and its row in the memory estimate has no
+                # formula.
                 own = (part.id, *part.freed)
                 if any(sizes[number] != RowsSize(known[number]) for number in own):
                     raise _NoFormula(f"the gradient of {part.parameter} depends on routed rows")
@@ -159,9 +195,15 @@ def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> I
 
 
 class StageTrace(NamedTuple):
-    """The trace of one rank's part of a stage, or of a model without stages. If the rows that its
-    experts get change sizes (`is_by_rows`), `formula` has its passes for any rows; None if there is
-    no formula."""
+    """The trace of one rank's part of a stage, or of a model without stages.
+
+    Attributes:
+        passes: The passes with even loads.
+        work: The operators. None if unknown.
+        is_by_rows: True if the rows of its experts change sizes.
+        formula: The passes for any rows. None if there is no formula, or sizes do not depend on
+            rows.
+    """
 
     passes: Passes
     work: WorkByKind | None
@@ -177,8 +219,15 @@ def rank_part(
     *,
     extent: Extent = Extent.GIVEN,
 ) -> RankPart:
-    """Return the changes of the plan to a module on one rank, over the `mesh` of the sharding axes
-    if there are any. `extent` is the share of elements that operators select by data."""
+    """Return the changes of the plan to a module on one rank.
+
+    Args:
+        module: The full module.
+        spec: The spec.
+        facts: Its model.
+        mesh: The mesh of the sharding axes. None if no axis shards layers.
+        extent: The share of elements that data-dependent operators select.
+    """
     plan = lower(spec, facts)
     cut = MicroBatchCut(samples=spec.batch.micro, slices=plan.boundary_slices)
     return RankPart(
@@ -211,8 +260,20 @@ def stage_traces(
     *,
     extent: Extent = Extent.GIVEN,
 ) -> list[StageTrace]:
-    """Trace every stage, equal stages once. The state of the random generator is kept. `mesh` and
-    `extent` as in `rank_part`."""
+    """Trace every stage on one rank. Equal stages are traced once.
+
+    The state of the random generator is restored.
+
+    Args:
+        module: The full module.
+        spec: The spec.
+        facts: Its model.
+        mesh: The mesh of the sharding axes. None if no axis shards layers.
+        extent: The share of elements that data-dependent operators select.
+
+    Returns:
+        One trace for each stage, first to last.
+    """
     part, plan = rank_part(module, spec, facts, mesh, extent=extent), lower(spec, facts)
     stages, chain = plan.stages, chain_of(spec, facts)
     cuts, hidden = StageCuts(stages=stages, chain=chain), message_bytes(spec, plan, chain)
@@ -243,6 +304,8 @@ def stage_traces(
         for stage in stages:
             units = stage.stage_units(facts.unit_modules)
             layers = EqualLayers.from_spec(spec, stage.layers)
+            # Only the ends of the model have other modules than layers, so that stages with equal
+            # rows of layers between them run the same operators.
             kind = stage.index == 0, stage.index == len(stages) - 1, layers.rows
             if kind not in traced:
                 traced[kind] = trace(stage, units)
@@ -256,8 +319,8 @@ class PartTraces:
 
     Attributes:
         layers: The layers that ran.
-        uneven: The loads of the second trace; None if routing changes no size.
-        unevenly: The recordings with these loads.
+        uneven: The loads of the second trace. None if routing changes no size.
+        unevenly: The recordings with these loads: of the full backward, then of its halves.
         is_first: True for the first stage.
         hidden: Bytes of a micro-batch that cross a stage boundary.
     """
@@ -269,7 +332,7 @@ class PartTraces:
     hidden: int = 0
 
     def stage_trace(self, layers: EqualLayers, units: Units) -> StageTrace:
-        """Return the trace of such layers, in a model or stage of these units."""
+        """Return the trace of layers with these kinds, in a model or stage with these units."""
         own, halves = self.layers, self.layers.halves
         passes = passes_of(
             own.timeline(layers, units),
@@ -314,22 +377,30 @@ class PartTraces:
 
 
 def _of_halves(recording: Recording) -> Recording:
-    """Return the events of the two halves of a backward pass as two passes."""
+    """Return a recording whose forward and backward are the two halves of the backward pass."""
     passes = {"forward": recording.passes["input"], "backward": recording.passes["weight"]}
     return replace(recording, passes=passes, moved=(), works={})
 
 
 def stage_formulas(stages: Sequence[Sequence[StageTrace]]) -> tuple[tuple[RowsPasses, ...], ...]:
-    """Return the formulas by stage and place along the cutting axes. A stage that routing does not
-    change has none. The result is empty if any formula is missing."""
+    """Return the formulas by stage and place along the cutting axes.
+
+    A stage without experts has none. The result is empty if the formula of any stage is missing.
+    """
     if any(trace.is_by_rows and trace.formula is None for places in stages for trace in places):
         return ()
     return tuple(tuple(trace.formula for trace in places if trace.formula) for places in stages)
 
 
 def joined_works(by_place: Sequence[Sequence[StageTrace]]) -> tuple[WorkByKind, ...]:
-    """Return the work of all stages together, by place along the cutting axes. The result is empty
-    if the work of a stage is unknown."""
+    """Return the work of all stages together, by place along the cutting axes.
+
+    Args:
+        by_place: The traces of all stages, by place.
+
+    Returns:
+        The work. Empty if the work of any stage is unknown.
+    """
     works = [[trace.work for trace in traces if trace.work] for traces in by_place]
     is_known = all(len(own) == len(traces) for own, traces in zip(works, by_place, strict=True))
     return tuple(map(_join_stages, works)) if is_known else ()

@@ -68,7 +68,9 @@ from ptrain.traces.settings import (
 )
 
 SEVERAL = 2  # samples of a batch that has several
-CHUNKS = (5, 7)  # numbers of chunks whose traces are compared
+# Numbers of chunks whose traces are compared: primes, so that a number of repetitions is not also a
+# dimension, and large enough that the first and last chunks do not meet.
+CHUNKS = (5, 7)
 HEAD_DIM, FFN = 34, 5
 _PLACES = (Place.ALONE, Place.LAST)
 _PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
@@ -234,6 +236,8 @@ def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
     rear = min(_common(less[::-1], more[::-1]), len(less) - start)
     inserted = len(more) - len(less)
     middle, behind = less[start : len(less) - rear], less[len(less) - rear :]
+    # A chunk may add events in two places: where it is computed, and where its tensors are freed.
+    # All divisions of the inserted events between the two are tried.
     for size in range(inserted, -1, -times):
         first = more[start : start + size]
         between = more[start + size : start + size + len(middle)]

@@ -21,6 +21,9 @@ from ptrain.timeline import Complete
 
 def kept_bytes(gradient: Complete) -> int:
     """Return the bytes that keeping a first gradient allocates: none if it is stolen."""
+    # Case 1.1 (torch 2.13): a dense gradient without other references, in the layout of its
+    # variable, is stolen. The runs of the timeline have already allocated it. Case 1.5 copies any
+    # other one.
     return gradient.size if gradient.cloned else 0
 
 
@@ -32,6 +35,9 @@ def copy_bytes(gradient: Complete) -> int:
 
 def added_bytes(gradient: Complete) -> int:
     """Return the change in bytes when a gradient is added to the kept one. Negative is freed."""
+    # Case 2.3: `variable_grad += new_grad` in place. The runs of the timeline allocate a gradient
+    # that can be stolen. It is freed once it is added. The runs themselves free the source of a
+    # clone.
     return 0 if gradient.cloned else -gradient.size
 
 

@@ -32,8 +32,7 @@ from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 from ptrain.units import row_major
 
-# The ranks over which FSDP2 shards a unit: those of the plan. Experts are sharded over the subset
-# of ranks that have the same experts.
+# The ranks over which a unit is sharded. Experts: the ranks that have the same experts.
 
 
 class UnitShards(NamedTuple):
@@ -86,16 +85,13 @@ def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
     return row_major((places[f.axis], f.degree) for f in spec.factors if f.axis in shards.axes)
 
 
-# FSDP2's gathers: a unit's parameters from shards to full tensors and back.
-#
-# torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` has the order, `_fsdp_collectives.py`
-# the operations. A gather allocates a buffer and then a tensor per parameter. In forward the buffer
-# lives until the next unit is gathered. In backward it is freed at once, and the next unit's gather
-# starts before this unit's backward.
-#
-# On an accelerator the host runs ahead of the device, so a gather starts when the all-gather stream
-# allows it. In forward this stream waits for the parameters of the unit before the one in use (at
-# the root: for all compute so far), in backward for those of the unit in use (`wait_for_unshard`).
+# FSDP2's gathers: a unit's parameters from shards to full tensors and back (checked in torch 2.13).
+# A gather allocates a buffer and then a tensor per parameter. In forward the buffer lives until the
+# next unit is gathered. In backward it is freed at once, and the next unit's gather starts before
+# this unit's backward. On an accelerator the host runs ahead of the device, so a gather starts when
+# the all-gather stream allows it. In forward this stream waits for the parameters of the unit
+# before the one in use (at the root: for all compute so far), in backward for those of the unit in
+# use (`wait_for_unshard`).
 
 
 class Gathers:
@@ -149,11 +145,9 @@ class Gathers:
         self.forward, self.backward = self._prefetch_order(scene)
 
     def _prefetch_order(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Return the units that each unit prefetches in forward and in backward.
-
-        By default, torch prefetches none in forward, and in backward the unit that forward left
-        before.
-        """
+        """Return the units that each unit prefetches in forward and in backward."""
+        # By default, `_backward_prefetch` takes the previous entry of `post_forward_order`, which
+        # is the order of LEAVE, not of ENTER. Forward prefetches none.
         used = [unit for unit in scene.order(Mark.ENTER) if self.whole[unit]]
         left = [unit for unit in scene.order(Mark.LEAVE) if self.whole[unit]][::-1]
         own = self.step.prefetch if self.step.overlaps else 0
@@ -241,6 +235,8 @@ class Gathers:
             return
         self.is_pending[unit] = True
         between, whole = self.between[unit], self.whole[unit]
+        # `_get_param_all_gather_inputs` casts all shards into one tensor, which lives until they
+        # are copied into the buffer. Shards without a cast are copied directly.
         copied = (between or self.shard[unit]) if self.casts else 0
         shards = self.shards[unit]
         self.tape.add(copied + whole)
@@ -269,6 +265,7 @@ class Gathers:
         moved = self.moved[unit]
         self.tape.record_operator(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
         self.tape.add(self.whole[unit] + moved)
+        # The shard between the passes is freed last (`to_unsharded`).
         self.tape.add(-moved)
         self.tape.add(-self.between[unit])
         self.between[unit] = 0
@@ -277,6 +274,7 @@ class Gathers:
     def _keep_part(self, unit: int) -> None:
         """Keep a part of each tensor, which is copied before the tensor is freed."""
         self.is_gathered[unit] = False
+        # `to_sharded_post_forward` clones and frees one parameter after the other.
         for size in self.tensors[unit]:
             self.tape.add(size // self.kept_ranks[unit])
             self.tape.add(-size)
@@ -403,6 +401,8 @@ class FullySharded(InPlaceUpdate):
         """End a unit's backward pass: free its parameters and reduce its gradients."""
         if self.added[unit]:
             self._drop_fresh(unit)  # they were added to the sum
+        # The unit is resharded before its gradients are copied: they do not exist with its
+        # parameters.
         if self.is_last or self.step.sync.reshard_after_backward:
             self.gathers.reshard(unit)
         has_input = self.gathers.whole if self.habits.waits_without_gradients else self.reduced
@@ -465,6 +465,7 @@ class FullySharded(InPlaceUpdate):
                 gradients, held = gradients - held, 0
             elif self.moved[unit][-1].name not in self.last_tensors:
                 last += held
+        # `foreach_reduce`: the input, the copy into it, the free of the gradients, then the output.
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
@@ -537,6 +538,7 @@ class FullySharded(InPlaceUpdate):
             self.tape.computed_beside(OperatorKind.COPY, dtype, shard + kept)
         if was_there:
             self.tape.computed_beside(OperatorKind.POINTWISE, dtype, 3 * kept)
+        # Without a cast or an addition the gradients are views of the result, which then stays.
         if self.shards[unit].replicas and (self.casts_after or was_there):
             self.all_reduced[unit] = shard
         elif self.casts_after or was_there:

@@ -127,6 +127,8 @@ class Sharded(InPlace):
         layout, stored = self.wrapped.plan.update.layout, self.stored_elements
         optimizer = self.optimizer_bytes(shard)
         parameters = stored * layout.parameters.itemsize
+        # FSDP2 stores only the shards, in the dtype of the masters. The parameters in the dtype of
+        # compute exist only while a unit is gathered.
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
             parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
@@ -196,6 +198,8 @@ class _Alone:
         self.account.times = self.units * gathers.forward
         self._forward()
         self.account.times = self.units * gathers.backward
+        # In a pipeline, forward and backward of a micro-batch do not alternate, so the counts are
+        # independent of whether this forward left the unit gathered.
         self.player.gathers.reshard(0)  # another micro-batch freed it
         self._gather_again()
         self.account.times = self.units * reductions
@@ -209,6 +213,9 @@ class _Alone:
 
     def _gather_again(self) -> None:
         self.tape.enter(Phase.BACKWARD)
+        # `_backward_prefetch` takes the previous entry of `post_forward_order`, whether or not
+        # backward reaches that unit. A frozen unit next to a trained one is therefore gathered
+        # without use.
         if self.turn is UnitTurn.BACK_AND_FORTH:
             self.player.before_backward(0)
         elif self.turn is UnitTurn.GATHERED_FOR_NOBODY:

@@ -119,6 +119,8 @@ class InPlace(Wrapping):
         apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
             frozen = tuple([tensor.is_frozen for tensor in unit.tensors])
+            # `is_root` belongs to the key because Muon treats only matrices outside the root as
+            # hidden.
             kind = unit.shapes, frozen, unit.is_root, apart(unit.modules), self.turn_of(unit)
             kinds.setdefault(kind, []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
@@ -198,6 +200,8 @@ class InPlaceUpdate(Wrap):
         return by_operator(self.scene, self.wrapping.numels(shard))
 
     def update(self, shard: int) -> None:
+        # A spike for each kind is enough: the update of equal units rises to equal levels, and the
+        # temporaries of a unit are freed before the next one is updated.
         for rise in self.wrapping.temporary_bytes(shard):
             self.tape.spike(rise)
         if self.tape.clock is not None:
@@ -287,6 +291,9 @@ class Replicas(InPlace):
         """Return the bytes of the gradient buckets, in the order of their reduction."""
         facts, itemsize = self.wrapped.facts, self.wrapped.plan.update.layout.gradients.itemsize
         numel = {tensor.name: tensor.numel for tensor in facts.tensors}
+        # The rebuilt buckets follow the arrival order of the first backward pass
+        # (`Reducer::rebuild_buckets`, torch 2.13), not the reversed order of parameters with which
+        # DDP starts. A steady step has no other.
         return bucket_sizes(
             (numel[name] * itemsize for name in facts.gradient_order),
             bucket_caps(self.step.bucket_bytes),
@@ -320,6 +327,8 @@ class Replicated(Local):
     def __init__(self, scene: Scene, replicas: Replicas) -> None:
         super().__init__(scene, replicas)
         self.replicas, self.axes = replicas, replicas.step.axes
+        # Buckets live for the full step, and gradients are views of them
+        # (`gradient_as_bucket_view`). Without the views every gradient would exist twice.
         self.tape.add(scene.facts.trained_numel * scene.plan.update.layout.gradients.itemsize)
         self.copies = scene.plan.accumulate.micro_batches == 1
         self.root = len(scene.facts.units) - 1
@@ -331,6 +340,8 @@ class Replicated(Local):
         """Broadcast the bucket order after a run's first backward pass: the indices of all tensors
         with their number, and then the bucket sizes."""
         tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
+        # `sync_bucket_indices` appends the number of buckets to the indices, hence one more
+        # element.
         for count in (tensors + 1, buckets):
             self.tape.record_collective(
                 Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, ""
@@ -354,6 +365,8 @@ class Replicated(Local):
             autograd.time_addition(self.tape, dtype, gradient)
         self.arrived += gradient.size
         if self.replicas.step.overlaps:
+            # Buckets are reduced in order. They are filled in the order of arrival, so the next one
+            # is full once its number of bytes has arrived, whichever tensors these were.
             while self.due and self.due[0] <= self.arrived:
                 self._reduce()
         self.tape.add(autograd.added_bytes(gradient))
@@ -392,6 +405,9 @@ class Replicated(Local):
         """Return the elements of the buckets, or of each tensor if sharded operators have separate
         norms."""
         clip, facts = self.scene.plan.clip, self.scene.facts
+        # Without sharded operators the norm is taken of whole buckets, which are contiguous. Copies
+        # of a tensor are counted on another stage only, so that buckets with copies are split into
+        # tensors.
         is_cut = clip is not None and bool(clip.operator_axes)
         if is_cut or any(tensor.is_copy for tensor in facts.trained):
             return super().norm_groups(shard)
@@ -498,9 +514,13 @@ class SpreadReplicated(Replicated):
             self.tape.spike(self.spread_update.update_cost((largest.shape,), [False]).rise)
         update = self.scene.plan.update
         if self.tape.clock is not None:
+            # A rank's step ends when it has all buckets. The last one is broadcast by the owner
+            # that updates most.
             most = max(self.spread_update.owned_tensors, key=lambda own: sum(t.numel for t in own))
             shapes = [tensor.shape for tensor in most]
             self.tape.clock.run_update(update.optimizer, update.layout, shapes)
+        # `ZeroRedundancyOptimizer._sync_params` (torch 2.13) collects the handles of all owners'
+        # broadcasts (`async_op=True`) before it waits for any.
         arrivals = [
             self.tape.record_collective(
                 Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False

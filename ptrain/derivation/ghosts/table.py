@@ -149,7 +149,8 @@ class Units(Wrapping):
         self.wrapped, self.step = wrapped, step
         units = wrapped.facts.units
         is_joined = len(places_of(wrapped.plan, units)) < len(units)
-        # the previous unit's reduction, the prefetched units, and the unit read from a file
+        # A unit affects the previous unit, whose reduction it awaits, the prefetched units, and the
+        # unit that is read from a file. Joined units are gathered together: their reach is unknown.
         self.reach = None if is_joined else 1 + step.prefetch + step.reads_files
 
     @cached_property

@@ -197,6 +197,7 @@ def clip_bytes(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]
     A scalar of each group of tensors stays until all norms are computed, and one scalar until the
     step ends. `groups` are the elements of each tensor by group.
     """
+    # Squares are summed in fp32 at least: a bf16 sum of squares loses the small gradients.
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
     is_cpu = not scene.spec.is_for_cuda
     most = max(before + _norm_scalars(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
@@ -209,6 +210,8 @@ def _norm_scalars(sizes: Sequence[int], *, is_cpu: bool) -> int:
     There is a norm of each short tensor and, on a CPU, of each row of a long tensor and of its
     rest. Norms in several tensors are joined for the total norm.
     """
+    # A CPU adds a long tensor's squares row by row, for precision (`steps.step.LONG_NORM`). Each
+    # row then has a scalar.
     long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
     short = len(sizes) - len(long) + sum(1 for numel in long if numel % NORM_ROW)
     norms = short + sum(numel // NORM_ROW for numel in long)
@@ -253,6 +256,8 @@ def time_clipping(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> No
     numels: list[int] = []
     for groups in clipped:
         if groups is None and not plan.wrap.keeps_gradients_on_device and tape.clock.pace.overlaps:
+            # The host reads the gradients twice, for the norm and for the scaling, and writes them
+            # once.
             own = -(-scene.facts.trained_numel // scene.spec.degree(Axis.DP_SHARD))
             tape.clock.use_host(3 * own * plan.update.layout.gradients.itemsize)  # norm, scaling
         numels += chain.from_iterable(groups or ())
