@@ -178,6 +178,7 @@ def single_axis_space(
         if ranks == 1:
             yield AxisChoice()
             return
+        # A tuple in the spec takes precedence over the placement of the data axis.
         is_led = follows and axis not in dict(written.tuples)
         for (placement,), changes in written.agreeing_options((axis,), ways(spec, ranks)):
             factor = Factor(axis=axis, degree=ranks, placement=placement)

@@ -219,6 +219,7 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
 
     This fault takes precedence over others: a function that runs backward is no step function.
     """
+    # Compared by identity: a backward pass replaces a missing gradient by a new tensor.
     before = [parameter.grad for parameter in model.parameters()]
 
     def require_none() -> None:
@@ -272,6 +273,7 @@ def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list
     count = least_embeddings(module) if vocabulary is None else vocabulary
     if count is None or count < 2:
         return []
+    # A separate generator, so that a check does not change the numbers that the run draws.
     generator = torch.Generator().manual_seed(0)
     return [of_tokens(torch.randint(count, (rows, spec.batch.sequence + 1), generator=generator))]
 
@@ -313,6 +315,7 @@ class OnePass:
 
         The function returns the model's output, or the loss of the step function.
         """
+        # The pass may write into buffers, for example a running mean.
         copies = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         if self._spec.loss.step is None:
             yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))

@@ -306,6 +306,7 @@ class MapDataset:
             self._function.target_key, f"sample {index} of {self.name}", _NEEDED
         )
         with _seed_generators(index), code:
+            # A batch of one turns numbers and arrays into tensors, as a batch of several would.
             sample = default_collate([self._samples[index]])
         form = _leaf_types(sample)
         if not form or not all(form):

@@ -155,6 +155,7 @@ class _GPUKernelSizes(OperatorMode):
             y, *kept = result
             return y, *map(_in_wide_rows, kept)
         if function is not _ATTENTION:
+            # A softmax operator within an attention call shows that no fused kernel ran.
             self.goes_by_operators |= function._schema.name in _SOFTMAX
             return result
         y, kept = result

@@ -102,6 +102,7 @@ def run_python(words: Sequence[str], sm: int) -> int:
             "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
             "CUDA_VISIBLE_DEVICES": "0",
         }
+        # A new process, because LD_PRELOAD is read when a process starts.
         with subprocess.Popen([sys.executable, *words], env=environment, stdout=output) as child:
             code = _wait_for(child)
     if code < 0:

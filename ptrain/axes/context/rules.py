@@ -116,6 +116,7 @@ def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
 
 def _token_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
+    # These faults need another degree, on which the number of chunks depends.
     if factor is None or any(_hybrid_faults(spec)) or any(_head_faults(spec)):
         return  # another degree is to be had first
     ulysses, ring = split_degree(attention, factor.degree)
@@ -155,6 +156,7 @@ def _legal_degrees(
     return [
         d
         for d in divisors(cut)
+        # More than a few times the ranks that were asked for is no useful suggestion.
         if d <= 4 * ranks and sequence % (_chunks_per_rank(attention) * d) == 0
     ]
 
@@ -223,6 +225,8 @@ def _chunks_per_rank(attention: ContextAttention | Hybrid) -> int:
 def _dropout_faults(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.dropouts.attention:
+        # The remedy must name the key that sets the rate: `dropout` covers attention if no other
+        # key does.
         own = shape.attention_dropout is not None
         yield Fault(
             place=f"model.{'attention_dropout' if own else 'dropout'}",
@@ -242,6 +246,8 @@ def _kernel_faults(spec: Spec) -> Iterator[Fault]:
     if factor is None or not isinstance(shape, ModelShape):
         return
     attention = attention_of(spec)
+    # Ulysses alone has all tokens of its heads, so no partial results are merged and any kernel
+    # works.
     if split_degree(attention, factor.degree)[1] == 1:
         return
     other = "or `context.attention=ulysses`, which computes all tokens of a head."
@@ -298,6 +304,8 @@ def _latent_faults(spec: Spec) -> Iterator[Fault]:
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
+    # A function returns a mean over its samples, which cannot be divided by the global count of
+    # tokens afterwards.
     for function in (spec.loss.user_function, spec.data.function):
         if function is not None:
             place = "step.target" if function is spec.loss.step else f"{function.section}.target"

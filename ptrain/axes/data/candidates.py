@@ -94,6 +94,8 @@ def _ways_on_axes(
     axes: tuple[Axis, ...], spec: Spec, written: FixedChoices
 ) -> tuple[AxisOption, ...]:
     """Return the tuples and options on these axes, independent of the degrees."""
+    # Only the fields on which the result depends are arguments of the cached function. A full spec
+    # would differ for each candidate.
     has_master = spec.precision.layout.master is not None
     held: tuple[AxisOption, ...] = _allowed_ways(axes, spec.optimizer, has_master, written)
     return held

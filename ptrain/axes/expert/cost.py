@@ -63,6 +63,7 @@ def expert_traffic(
         exchange = _RowExchange(spec, step)
         yield from exchange.forward(Phase.FORWARD, once)
         yield from exchange.forward(Phase.BACKWARD, again)
+        # Backward exchanges gradients of rows only: the counts are known from forward.
         yield from exchange.row_traffic(Phase.BACKWARD, once)
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:

@@ -54,6 +54,7 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
             remedy="Set `model.experts`, or use dp_shard instead of ep.",
         )
         return
+    # Folded ranks of tp have different experts too.
     beside = ranks_over(spec, spec.folded_axes)
     if shape.experts % (factor.degree * beside):
         ranks = f"{factor.degree} × {beside}" if beside > 1 else f"{factor.degree}"

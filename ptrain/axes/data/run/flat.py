@@ -224,6 +224,7 @@ class FlatWrap(WrappedModel):
         self.module = model
         self.step = step
         room = TorchRuntime(mesh, registry, step.path)
+        # A rule that is not elementwise, such as Muon, needs each tensor in full.
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
