@@ -255,6 +255,11 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip
 
     The formula is torch's `clip_grad_norm_`, including its 1e-6. A norm that is not finite
     makes all gradients non-finite.
+
+    Args:
+        gradients: This rank's gradients, changed in place.
+        norm: The global norm (0-d).
+        step: The clipping of the plan.
     """
     if not gradients:
         return

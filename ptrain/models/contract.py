@@ -68,7 +68,13 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
 
 
 def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextManager[None]:
-    """Temporarily turn exceptions of a forward pass with these inputs into SpecError."""
+    """Temporarily turn exceptions of a forward pass with these inputs into SpecError.
+
+    Args:
+        model: The model.
+        inputs: The inputs of the forward pass, for messages.
+        spec: Names the model in messages.
+    """
     place, name = named_in_spec(model, spec)
     is_of_tokens = spec.data.function is None
     given = f"given {'tokens ' * is_of_tokens}{describe_value(inputs)},"
@@ -81,6 +87,12 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
 
     The output must be one floating-point tensor [batch, sequence, vocabulary]. With gradients
     enabled it must also depend on a trainable parameter.
+
+    Args:
+        output: The output of a forward pass.
+        model: The model, for messages.
+        tokens_BT: The int64 tokens [batch, sequence] of the pass.
+        spec: Names the model in messages.
     """
     if isinstance(output, Tensor) and _is_of(output, tokens_BT):
         if torch.is_grad_enabled() and not output.requires_grad:
@@ -126,6 +138,11 @@ def _output_error(model: nn.Module, spec: Spec, output: str, given: str = "") ->
 
 def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
     """Run the model forward on samples of the spec, and return its logits or the user's loss.
+
+    Args:
+        model: The model to run forward.
+        samples: The samples.
+        spec: Names the loss, and the model in messages.
 
     Returns:
         The logits, or the loss (0-d) if the spec names a loss or step function.

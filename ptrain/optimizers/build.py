@@ -406,7 +406,14 @@ def build_optimizer(
 def reference_optimizer(
     rule: str, tensors: Sequence[torch.Tensor], spec: OptimizerSpec, dtype: DType
 ) -> torch.optim.Optimizer:
-    """Build the single-device reference of a rule, for full tensors of a dtype."""
+    """Build the single-device reference of a rule, for full tensors of a dtype.
+
+    Args:
+        rule: Name of the rule, a key of `ROWS`.
+        tensors: Full tensors.
+        spec: The hyperparameters.
+        dtype: The dtype of the update.
+    """
     return ROWS[rule].reference(dtype)(tensors, **_constructor_arguments(rule, spec))
 
 

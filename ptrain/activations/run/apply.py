@@ -495,7 +495,13 @@ def apply_modes(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: boo
 def apply_modes_for_trace(
     module: nn.Module, step: Keep | None, *, is_compiled: bool = False
 ) -> None:
-    """Apply activation modes for a trace, which needs sizes only: on CPUs, without files."""
+    """Apply activation modes for a trace, which needs sizes only: on CPUs, without files.
+
+    Args:
+        module: The model or stage, changed in place.
+        step: The modes by block.
+        is_compiled: The blocks' forward passes are compiled afterwards.
+    """
     if step is not None:
         tiers = _InMemoryTiers(torch.device("cpu"), TagRegistry())
         apply_modes(module, step, tiers, is_compiled=is_compiled)

@@ -309,6 +309,11 @@ def require_slices(model: nn.Module, spec: Spec, attending: AttentionFacts | Non
     This costs forward passes of a few tokens: three of the full model, and one or two for each of
     two ranks. On fake tensors, which have no values, results are not compared.
 
+    Args:
+        model: The model, with weights or on fake tensors.
+        spec: The spec.
+        attending: The attention modules, None for a built-in model.
+
     Raises:
         SpecError: Results differ, attention is not plainly causal, or Ulysses cannot divide the
             heads.

@@ -45,6 +45,11 @@ def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
 
     Capacities and mean losses then refer to the full sample. A shard is one of `parts` equal parts
     of the tokens, so the weight of its mean loss is 1 / `parts`.
+
+    Args:
+        model: The model or stage, changed in place.
+        tokens: The shards of a sample's tokens.
+        parts: Number of equal shards.
     """
     weight_router_losses(model, 1.0 / parts)
     for module in model.modules():

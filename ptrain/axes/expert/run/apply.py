@@ -252,7 +252,15 @@ class RoutedRowCounts:
 
 
 def overloaded_routing(rows: int, ranks: int, own: int, rank: int, *, more: int) -> RoutedRowCounts:
-    """Return an even routing in which this rank's experts receive `more` additional rows."""
+    """Return an even routing in which this rank's experts receive `more` additional rows.
+
+    Args:
+        rows: Rows of each rank.
+        ranks: Ranks of the group.
+        own: Experts of each rank.
+        rank: The rank whose rows to return.
+        more: Additional rows.
+    """
     routed = balanced_routing(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
     # The number of received rows decides the memory; the source is arbitrary.
