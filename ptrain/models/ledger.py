@@ -184,7 +184,7 @@ class Ledger(OperatorMode):
         return self._run_and_follow(function, args, kwargs, name)
 
     def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator, and follow its results like those of one operator."""
+        """Run a higher-order operator, and follow its results like an operator's."""
         return self._run_and_follow(function, args, kwargs, function.name())
 
     def _run_and_follow(

@@ -469,7 +469,7 @@ class Transformer(nn.Module):
     def _attention_tables(
         self, x_BTC: Tensor, mask_B1TT: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], ...]:
-        """Return the further arguments of blocks without a window and of those with one.
+        """Return the further arguments of blocks without a window and of blocks with one.
 
         Each mask is cast once, to the dtype of attention, and shared by all layers; `mask_B1TT` is
         the mask of documents.

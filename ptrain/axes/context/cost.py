@@ -27,7 +27,7 @@ def attention_traffic(
 ) -> Iterator[Traffic]:
     """Yield the traffic of attention over cp in a step.
 
-    A recomputed layer repeats its collectives, except those whose results are kept.
+    A recomputed layer repeats its collectives, except if their results are kept.
 
     Args:
         spec: The spec.

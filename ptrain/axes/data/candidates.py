@@ -142,7 +142,7 @@ def _on_tier(away: Tier, placement: Placement) -> Placement:
 
 
 def _option_changes(placements: tuple[Placement, ...]) -> Iterator[Changes]:
-    """Yield the options to try with these tuples; legality rejects those without effect."""
+    """Yield the options to try with these tuples; legality rejects options without effect."""
     is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
     is_gathered = any(p.parameters != R for p in placements)
     for when in (GradientSync.LAST,) if is_whole else tuple(GradientSync):

@@ -1,5 +1,5 @@
 """Applies the context axis to a model: attention reaches the tokens of other ranks, and positions
-are those of the rank's tokens in the full sequence.
+refer to the full sequence.
 
 Keys and values are sent without repeating heads for kernels.
 

@@ -68,7 +68,7 @@ class SampleSlices(SampleTokens):
     ) -> None:
         """Prepare the order of all ranks' spans.
 
-        `spans` are those of every rank, in order. Ranks with fewer spans than others are padded
+        `spans` has the spans of every rank, in order. Ranks with fewer spans than others are padded
         with empty ones.
         """
         self.group, self.registry, self.slices = group, registry, len(spans)

@@ -86,7 +86,7 @@ class RowExchange:
         self._coming = all_to_all(self._leaving, self._left, self._arrived, self._group)
 
     def arrive_back(self) -> Tensor:
-        """Wait for the gradients, and return those of the rows that were sent."""
+        """Wait for the gradients of the rows that were sent, and return them."""
         assert self._coming is not None, "they have differed"
         gradient, self._leaving, self._coming = wait_for(self._coming), None, None
         return gradient
@@ -236,8 +236,8 @@ class JourneyFactory:
 
 
 class RoutedRowCounts:
-    """The rows sent to each expert of each rank, and those received from each rank for each local
-    expert."""
+    """The numbers of rows sent to each rank's experts, and received from each rank by local
+    experts."""
 
     def __init__(self, sent: Counts, received: Counts) -> None:
         self.sent, self.received = sent, received
