@@ -314,6 +314,8 @@ def _row_norms(
             short.append(gradient)
             continue
         flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
+        # A CPU adds squares one after the other, which loses bits in long fp32 sums (see
+        # `LONG_NORM`).
         rows.append(flat[:end].view(-1, NORM_ROW))
         if end < gradient.numel():
             short.append(flat[end:])

@@ -246,6 +246,7 @@ def _replace_functions(attention: _GPUKernelSizes | None) -> Iterator[None]:
     - Fused attention saves no dropout mask, because backward draws it again from seed and offset.
     - RMSNorm is one kernel.
     """
+    # Taken before the replacement, which calls them.
     attend: Any = F.scaled_dot_product_attention
     drop: Any = F.dropout
     normalize: Any = F.rms_norm

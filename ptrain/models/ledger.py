@@ -220,6 +220,7 @@ class Ledger(OperatorMode):
         the end, so that a storage is freed with its last reference."""
         # Garbage from earlier code must not be freed in the middle of the record.
         gc.collect()
+        # Resizing is no operator, so a dispatch mode does not see it.
         self._resize = torch.UntypedStorage.resize_
         ledger = self
 

@@ -543,6 +543,7 @@ def _with_loss(kind: Any, inside: LossInHead) -> type:
         def forward(self, x_BTC: Tensor) -> Tensor:
             return inside._logits_or_loss(self, super().forward, x_BTC)
 
+    # Code that finds modules by class name still finds the head.
     Head.__name__ = Head.__qualname__ = kind.__name__
     return Head
 

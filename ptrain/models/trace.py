@@ -69,6 +69,7 @@ class Selection:
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
+        # A dictionary without values keeps the order of first selection, which a set would not.
         self._modules: dict[str, None] = {}
         self._operators: dict[str, None] = {}
         self._unbounded: dict[str, None] = {}

@@ -59,6 +59,8 @@ class ByOperator(_ScaledLossOptimizer):
         is_fake = detect_fake_mode() is not None
         if self.found_inf is not None and not is_fake and self.found_inf.item():
             return
+        # torch's `step` loops over this attribute. It is replaced for each tensor and restored at
+        # the end.
         groups = self.param_groups
         try:
             for group in groups:

@@ -76,6 +76,7 @@ class UlyssesCore(nn.Module):
         return self._heads_for_tokens(y_BhSD)
 
     def _tokens_for_heads(self, x_BHTD: Tensor) -> Tensor:
+        # An all-to-all sends contiguous blocks of the first dimension.
         x_NBhTD = x_BHTD.unflatten(1, (self.group.size(), -1)).movedim(1, 0).contiguous()
         return self._all_to_all(x_NBhTD).movedim(0, 2).flatten(2, 3)
 

@@ -270,6 +270,7 @@ class SlicedDocuments(DocumentMasks):
         whole = own_BT.new_empty(self.group.size() * own_BT.numel())
         self.registry.tag(whole, State.ACTIVATIONS)
         all_gather(whole, own_BT.view(-1), self.group, self.registry)
+        # The all-gather puts ranks first; samples must be the first dimension.
         by_rank_BS = whole.view(-1, *own_BT.shape).transpose(0, 1).flatten(1)
         if not self.step.is_balanced:
             return by_rank_BS

@@ -343,6 +343,7 @@ def _buffer_of(
         room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter
     )
     if write is not None:
+        # A rank then fills only the rows that it stores.
         members.values = LocalRowWriter(write, tuple(cuts.shard_ranges(step.parameters)))
     return members, cuts, step
 

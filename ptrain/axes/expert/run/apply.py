@@ -350,6 +350,7 @@ def set_routing(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, JourneyFactory), "it has experts of other ranks"
+            # A custom module holds the experts only; its layer is the module around it.
             is_layer = isinstance(module, MoE)
             module.journey.assumption = routing(name if is_layer else name.rpartition(".")[0])
 
