@@ -49,7 +49,7 @@ class FixedChoices:
     def value(self, path: str, offered: Any) -> Any:
         """Return the value of a field: as set in the spec, otherwise as `offered`.
 
-        If the spec sets fields inside it, they replace those of `offered`.
+        If the spec sets fields inside it, they replace the fields of `offered`.
         """
         values: Mapping[str, Any] = dict(self.values)
         inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{path}.")}
@@ -178,6 +178,7 @@ def single_axis_space(
         if ranks == 1:
             yield AxisChoice()
             return
+        # A tuple in the spec takes precedence over the placement of the data axis.
         is_led = follows and axis not in dict(written.tuples)
         for (placement,), changes in written.agreeing_options((axis,), ways(spec, ranks)):
             factor = Factor(axis=axis, degree=ranks, placement=placement)

@@ -40,6 +40,8 @@ def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
     """
     match collective:
         case Collective.ALL_REDUCE:
+            # A ring all-reduce is a reduce-scatter followed by an all-gather, with (N-1)/N of the
+            # tensor each.
             return ceil_div(2 * (ranks - 1) * payload, ranks)
         case (
             Collective.ALL_GATHER
@@ -51,6 +53,7 @@ def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
         case Collective.SEND:
             return payload
         case Collective.RECV:
+            # The bytes of a message count once, at its sender.
             return 0
         case _:
             raise AssertionError(f"the ring model does not cover {collective}")

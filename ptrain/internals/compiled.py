@@ -53,7 +53,7 @@ def compile_whole(function: Callable[..., Any], backend: str, *, draws: bool) ->
         function: The function.
         backend: The backend of torch.compile.
         draws: True if the function draws random numbers. Then inductor uses eager generators
-            (`fallback_random`), so that the numbers equal those of eager mode.
+            (`fallback_random`), so that the numbers equal the ones of eager mode.
 
     Returns:
         The compiled function.

@@ -63,6 +63,7 @@ class FlatShard:
     def segments(self) -> Iterator[Segment]:
         """Yield this rank's part of each original parameter, in the flat parameter's order."""
         for name, info in zip(self.flat._fqns, self.flat._shard_param_infos, strict=True):
+            # The numbers are None for a parameter that has no element in this rank's shard.
             size = (info.numel_in_shard or 0) if info.in_shard else 0
             yield Segment(name, info.intra_param_start_idx or 0, size, info.offset_in_shard or 0)
 

@@ -92,6 +92,7 @@ def all_to_all(
         The rows that arrive. Pass them to `wait_for` before reading them.
     """
     operator, name = _OPERATORS.all_to_all_single, group.group_name
+    # The operator's schema takes the output's split sizes before the input's.
     tensor: torch.Tensor = operator(rows, [*arrived], [*left], name)
     return tensor
 

@@ -279,6 +279,11 @@ class Construction:
 def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:
     """Return the stages of a module, None without pp.
 
+    Args:
+        spec: The spec.
+        module: The model, with weights if its values are compared.
+        facts: The facts of the model.
+
     Raises:
         SpecError: The stages do not compute the module's function, or sharded tokens change its
             results.

@@ -1,4 +1,4 @@
-"""Execute the steps of a plan in the plan's order, so that the printed plan is what ran.
+"""Execute the steps of a plan in the plan's order, so that the run equals the printed plan.
 
 Each kind of step has one executor, in this module only; it calls the package of its axis. An
 executor whose step cannot run at its place in the plan rejects it; steps are never reordered.

@@ -358,6 +358,7 @@ def build_and_inspect(
     if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
         try:
             return _inspect_without_values(spec, allow_import=allow_import)
+        # Not raised: with real weights the model may be accepted, and its errors are then true.
         except (NeedsValuesError, _RejectedError) as error:
             because = str(error)
     module = build_module(spec, device=device, allow_import=allow_import)

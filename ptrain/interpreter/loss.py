@@ -255,6 +255,11 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip
 
     The formula is torch's `clip_grad_norm_`, including its 1e-6. A norm that is not finite
     makes all gradients non-finite.
+
+    Args:
+        gradients: This rank's gradients, changed in place.
+        norm: The global norm (0-d).
+        step: The clipping of the plan.
     """
     if not gradients:
         return
@@ -309,6 +314,8 @@ def _row_norms(
             short.append(gradient)
             continue
         flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
+        # A CPU adds squares one after the other, which loses bits in long fp32 sums (see
+        # `LONG_NORM`).
         rows.append(flat[:end].view(-1, NORM_ROW))
         if end < gradient.numel():
             short.append(flat[end:])

@@ -399,6 +399,7 @@ class Program:
             self.scaling.update_overflow_flag(gradients)
         if self.clipping is None:
             return None
+        # The same tensors are scaled in `apply`, after a caller has decided on the step.
         self._measured = gradients
         return self.clipping.norm(gradients, self.wrapped, self.scaling)
 
@@ -427,6 +428,7 @@ class Program:
     def evaluate(self, batch: StepBatch) -> torch.Tensor:
         """Return this rank's share of the global mean loss of a batch, without gradients (0-d)."""
         self.model.eval()
+        # A separate tensor: `share` belongs to the training step.
         total = torch.zeros_like(self.loss.share)
 
         with self._operators(), self.loss.evaluate_batch(batch):

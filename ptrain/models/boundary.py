@@ -56,6 +56,8 @@ def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[No
     """
     try:
         yield
+    # A read of a fake tensor's value is no fault of the code: callers handle it by using real
+    # tensors.
     except (PtrainError, *READ):
         raise
     except (Exception, SystemExit) as error:  # whatever comes out

@@ -255,6 +255,7 @@ class FlowWatch:
         self.flow.visited.append(layer)
         self.flow.is_written |= any(x._version != version for x, version in self._versions)
         self._versions.clear()
+        # Only modules that are called after the last layer belong to the end.
         self.flow.behind.clear()
         hidden = first_real(given)
         if hidden is None:

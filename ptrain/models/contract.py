@@ -68,7 +68,13 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
 
 
 def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextManager[None]:
-    """Temporarily turn exceptions of a forward pass with these inputs into SpecError."""
+    """Temporarily turn exceptions of a forward pass with these inputs into SpecError.
+
+    Args:
+        model: The model.
+        inputs: The inputs of the forward pass, for messages.
+        spec: Names the model in messages.
+    """
     place, name = named_in_spec(model, spec)
     is_of_tokens = spec.data.function is None
     given = f"given {'tokens ' * is_of_tokens}{describe_value(inputs)},"
@@ -81,6 +87,12 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
 
     The output must be one floating-point tensor [batch, sequence, vocabulary]. With gradients
     enabled it must also depend on a trainable parameter.
+
+    Args:
+        output: The output of a forward pass.
+        model: The model, for messages.
+        tokens_BT: The int64 tokens [batch, sequence] of the pass.
+        spec: Names the model in messages.
     """
     if isinstance(output, Tensor) and _is_of(output, tokens_BT):
         if torch.is_grad_enabled() and not output.requires_grad:
@@ -126,6 +138,11 @@ def _output_error(model: nn.Module, spec: Spec, output: str, given: str = "") ->
 
 def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
     """Run the model forward on samples of the spec, and return its logits or the user's loss.
+
+    Args:
+        model: The model to run forward.
+        samples: The samples.
+        spec: Names the loss, and the model in messages.
 
     Returns:
         The logits, or the loss (0-d) if the spec names a loss or step function.
@@ -219,6 +236,7 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
 
     This fault takes precedence over others: a function that runs backward is no step function.
     """
+    # Compared by identity: a backward pass replaces a missing gradient by a new tensor.
     before = [parameter.grad for parameter in model.parameters()]
 
     def require_none() -> None:
@@ -272,6 +290,7 @@ def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list
     count = least_embeddings(module) if vocabulary is None else vocabulary
     if count is None or count < 2:
         return []
+    # A separate generator, so that a check does not change the numbers that the run draws.
     generator = torch.Generator().manual_seed(0)
     return [of_tokens(torch.randint(count, (rows, spec.batch.sequence + 1), generator=generator))]
 
@@ -313,6 +332,7 @@ class OnePass:
 
         The function returns the model's output, or the loss of the step function.
         """
+        # The pass may write into buffers, for example a running mean.
         copies = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         if self._spec.loss.step is None:
             yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))

@@ -126,6 +126,7 @@ def require_equal_shards(
         )
 
     with torch.no_grad(), in_mode(module, training=False), convert_exceptions(fault):
+        # The pass over all tokens comes first: the others compare with its tensors.
         runs: list[_AllTokens | _ShardPass] = [whole, *parts]
         for tensors in runs:
             with _watch_boundaries(module, named, blocks, tensors), once.prepare() as run:
@@ -226,6 +227,7 @@ def check_sharding(
         raise SpecError(*faults)
     counted = frozenset(p.rpartition(".")[0] for p, role in roles if role is Role.COUNT)
     owners = frozenset(name for pattern in counted for name in matching_names(module, pattern))
+    # One object for the two passes below, so that both have the same sample.
     once = OnePass(module, spec)
     _require_counted(once, module, spec)
     tokens = TokenSlices(named, blocks, spec.batch.sequence)

@@ -121,7 +121,13 @@ def resolve_target(function: UserFunction, *given: str) -> Callable[..., object]
 
 
 def target_fault(function: UserFunction, error: BaseException, given: str = "") -> Fault:
-    """Return the fault for an exception of a target; `given` describes its inputs."""
+    """Return the fault for an exception of a target; `given` describes its inputs.
+
+    Args:
+        function: The user's function.
+        error: The exception.
+        given: The inputs in words, with a leading comma.
+    """
     more = (
         f" and accepts {function.section}.arguments"
         if function.section in ("model", "data")
@@ -306,6 +312,7 @@ class MapDataset:
             self._function.target_key, f"sample {index} of {self.name}", _NEEDED
         )
         with _seed_generators(index), code:
+            # A batch of one turns numbers and arrays into tensors, as a batch of several would.
             sample = default_collate([self._samples[index]])
         form = _leaf_types(sample)
         if not form or not all(form):

@@ -206,6 +206,8 @@ def attending_of(model: nn.Module, spec: Spec) -> AttentionFacts | None:
     count, argument = min(TOKENS, spec.batch.sequence), _positions_argument(model)
     positions = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
     with (
+        # Training mode shows dropout. The copies and forks keep the model and the run's random
+        # numbers as they were.
         in_mode(model, training=True), copied_buffers(model), fork_generators(),
         watch.watch(), dropout_by(note_dropout),
     ):  # fmt: skip

@@ -134,6 +134,8 @@ class _Linear(torch.autograd.Function):
             # The fp8 copy of the weight is freed before that of the input is made.
             del right
         if needs_weight:
+            # Scales per row depend on the dimension that the product sums over. A scale per tensor
+            # does not, so its copy serves both products.
             left = _quantized(gradient_MN, dtype, columns) if along else left
             right = _quantized(x_MK, _E4M3, columns)
             of_weight = _product(left.transposed, right, gradient_MN.dtype, is_fast=along)

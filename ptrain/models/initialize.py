@@ -304,6 +304,7 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
             if torch.equal(rows.flatten(), torch.arange(rows.numel(), device="cpu") + first):
                 shape = (*rows.shape[:-1], *shapes[name][-1:])
                 stored[name].append(StoredRows(theirs, first - starts[place], shape))
+    # Every element must be found exactly once, else a file would be read into the wrong rows.
     for name, parts in stored.items():
         if sum(math.prod(rows.shape) for rows in parts) != math.prod(shapes[name]):
             raise refused(
@@ -499,6 +500,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in module.parameters():
+        # The Parameter object stays, which may have several names.
         parameter.data = parameter.data.to(dtype)
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):

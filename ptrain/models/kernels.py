@@ -155,6 +155,7 @@ class _GPUKernelSizes(OperatorMode):
             y, *kept = result
             return y, *map(_in_wide_rows, kept)
         if function is not _ATTENTION:
+            # A softmax operator within an attention call shows that no fused kernel ran.
             self.goes_by_operators |= function._schema.name in _SOFTMAX
             return result
         y, kept = result
@@ -245,6 +246,7 @@ def _replace_functions(attention: _GPUKernelSizes | None) -> Iterator[None]:
     - Fused attention saves no dropout mask, because backward draws it again from seed and offset.
     - RMSNorm is one kernel.
     """
+    # Taken before the replacement, which calls them.
     attend: Any = F.scaled_dot_product_attention
     drop: Any = F.dropout
     normalize: Any = F.rms_norm

@@ -184,7 +184,7 @@ class Ledger(OperatorMode):
         return self._run_and_follow(function, args, kwargs, name)
 
     def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator, and follow its results like those of one operator."""
+        """Run a higher-order operator, and follow its results like an operator's."""
         return self._run_and_follow(function, args, kwargs, function.name())
 
     def _run_and_follow(
@@ -220,6 +220,7 @@ class Ledger(OperatorMode):
         the end, so that a storage is freed with its last reference."""
         # Garbage from earlier code must not be freed in the middle of the record.
         gc.collect()
+        # Resizing is no operator, so a dispatch mode does not see it.
         self._resize = torch.UntypedStorage.resize_
         ledger = self
 

@@ -160,7 +160,13 @@ class OutsideDraws:
 
 def seed_of_step(seed: int, step: int, index: int) -> int:
     """Return the seed of a step for the ranks that share random stream `index`; steps count from
-    0."""
+    0.
+
+    Args:
+        seed: The seed of the training.
+        step: The step, from 0.
+        index: The random stream, from 0.
+    """
     # A number with mixed bases: seeds differ for all steps below 1,000,003 and all streams below
     # 65,537.
     return (seed * 1_000_003 + step) * 65_537 + index

@@ -138,7 +138,7 @@ def run_dropless(
     # device's sort.
     order_M = chosen_M.argsort(stable=True)
     x_MC, ends_E = journey.send_rows(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
-    # handed on, so that what rows become is given back where they set out
+    # nested, so that no local variable keeps the experts' output alive while rows return
     y_MC = journey.return_rows(experts(x_MC, ends_E))
     del x_MC, ends_E
     return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))

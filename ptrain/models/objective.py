@@ -473,6 +473,7 @@ class LossInHead:
         targets_N = self.targets.flatten()
         if self.step.fused:
             return _fused_loss(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)
+        # Once for all chunks: each DTensor input would reduce its gradient separately.
         x_BTC, whole = _to_plain_tensor(x_BTC)
         chunks = zip(
             x_BTC.flatten(0, 1).split(self.step.tokens),
@@ -542,6 +543,7 @@ def _with_loss(kind: Any, inside: LossInHead) -> type:
         def forward(self, x_BTC: Tensor) -> Tensor:
             return inside._logits_or_loss(self, super().forward, x_BTC)
 
+    # Code that finds modules by class name still finds the head.
     Head.__name__ = Head.__qualname__ = kind.__name__
     return Head
 

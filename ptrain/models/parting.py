@@ -85,6 +85,7 @@ class Projections:
             key = storage_of(tensor)
             if key in whole and not self.is_whole(tensor):
                 name, features, elements = self._outputs[key]
+                # The number of features in the view, if it has all samples and tokens.
                 number, rest = divmod(tensor.numel() * features, elements)
                 if not rest:
                     piece = tensor.storage_offset() % features, number

@@ -309,6 +309,8 @@ def _build_config(named: Any, model: HuggingFaceModel) -> Any:
             field = error.faults[0].place.removeprefix("model.config").removeprefix(".")
             if field not in fields:
                 break
+            # Without the rejected field, the next attempt finds the next fault, so that all are
+            # reported at once.
             del fields[field]
     if faults:
         raise SpecError(*faults)

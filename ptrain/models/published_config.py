@@ -12,8 +12,8 @@ not fill 16 bytes) experts run one by one.
 
 Legend of shape suffixes: N tokens, D hidden.
 
-The tables of names map ptrain's module names to those in files of published weights. `{}` is the
-number of a block; a second `{}` is the number of an expert.
+The tables of names map ptrain's module names to the names in files of published weights. `{}` is
+the number of a block; a second `{}` is the number of an expert.
 """
 
 from __future__ import annotations

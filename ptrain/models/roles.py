@@ -214,6 +214,8 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
         for pattern, word in (getattr(module, "_tp_plan", None) or {}).items()
         if pattern not in base
     }
+    # From the general to the specific, so that an entry of the instance replaces an entry of its
+    # class.
     return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **own}
 
 
@@ -324,6 +326,8 @@ def _tied_roles(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
     for names in owners.values():
         if cut & set(names):
             for name in names:
+                # Both names of a tied weight need a role: otherwise one of them would read a
+                # sharded tensor as a full one.
                 if name not in cut:
                     is_table = isinstance(module.get_submodule(name), nn.Embedding)
                     yield name, Role.VOCABULARY if is_table else Role.HEAD

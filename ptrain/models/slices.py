@@ -76,6 +76,8 @@ class SeparateDraws:
         if name not in _WITH_MASKS:
             return False
         is_own = is_own or any(self._like_own.get(storage, False) for storage in storages)
+        # A tensor that differs between ranks needs separate masks, and a replicated one needs equal
+        # masks.
         return is_own is not bool(self._inside)
 
 

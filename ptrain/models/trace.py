@@ -69,6 +69,7 @@ class Selection:
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
+        # A dictionary without values keeps the order of first selection, which a set would not.
         self._modules: dict[str, None] = {}
         self._operators: dict[str, None] = {}
         self._unbounded: dict[str, None] = {}
@@ -120,8 +121,7 @@ class Selection:
                 _overwrite_mask(mask, self.extent, is_first=is_first)
 
     def after_operator(self, function: Any, arguments: object, result: object) -> None:
-        """Mark results that depend on data: drawn ones, and those computed from dependent
-        values."""
+        """Mark results that depend on data: drawn ones, and results of dependent arguments."""
         name = function._schema.name
         is_drawn = torch.Tag.nondeterministic_seeded in function.tags
         if is_drawn or (not name.endswith(_OF_SHAPES) and self._is_dependent(arguments)):

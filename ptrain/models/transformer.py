@@ -132,6 +132,7 @@ def _lowered_along_pairs(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
     first = max(0, math.floor(pair_of(shape.rope_high_factor)))
     last = min(2 * num_pairs - 1, math.ceil(pair_of(shape.rope_low_factor)))
     pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=frequencies_K.device)
+    # 1e-3 avoids a division by 0 if the ramp has no length, as in YaRN's code.
     lowered_K = ((pairs_K - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return frequencies_K * (1.0 - lowered_K + lowered_K / shape.rope_factor)
 
@@ -405,6 +406,7 @@ class Transformer(nn.Module):
         self.norm = norm_of(shape, shape.hidden)
         self.head = None if shape.tied else self.new_head()
         for name, sizes in tables_of(shape, sequence).items():
+            # Not persistent: the tables follow from the shape, and depend on a rank's positions.
             self.register_buffer(name, torch.empty(*sizes, dtype=torch.float32), persistent=False)
         self.reset_buffers()
 
@@ -420,6 +422,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """Fill the tables of angles and the window's mask in place."""
+        # Buffers are looked up by name in each call, because `place_tokens` replaces them.
         own = dict(self.named_buffers(recurse=False))
         for prefix in ("", LOCAL):
             if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
@@ -466,7 +469,7 @@ class Transformer(nn.Module):
     def _attention_tables(
         self, x_BTC: Tensor, mask_B1TT: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], ...]:
-        """Return the further arguments of blocks without a window and of those with one.
+        """Return the further arguments of blocks without a window and of blocks with one.
 
         Each mask is cast once, to the dtype of attention, and shared by all layers; `mask_B1TT` is
         the mask of documents.

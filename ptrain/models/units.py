@@ -48,6 +48,8 @@ def unit_modules(
             inner = []
         case kind:
             assert_never(kind)
+    # An inner unit comes before the unit that contains it, because the outer one takes all
+    # parameters that are left.
     units, left = [], list(apart)
     for modules in (*inner, (ROOT,)):
         own = [
@@ -130,6 +132,7 @@ def _listed_blocks(module: nn.Module) -> list[str]:
     }
     if not lists:
         return []
+    # By parameters and not by length: a list of small heads may be longer than the list of blocks.
     largest = max(lists, key=lambda name: lists[name])
     elements = module.get_submodule(largest).named_children()
     prefix = f"{largest}." if largest else ""

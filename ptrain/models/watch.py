@@ -97,7 +97,16 @@ def is_recomputing() -> bool:
 def with_first(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return the arguments with the first floating-point tensor changed; None if there is none."""
+    """Return the arguments with the first floating-point tensor changed; None if there is none.
+
+    Args:
+        args: Positional arguments of a forward pass.
+        kwargs: Keyword arguments.
+        change: Returns the replacement of the tensor.
+
+    Returns:
+        Arguments and keyword arguments, in the form that a forward pre-hook returns.
+    """
     for index, value in enumerate(args):
         if is_real(value):
             return (*args[:index], change(value), *args[index + 1 :]), kwargs

@@ -153,6 +153,11 @@ def matrix_products(name: str, args: Any, result: Any = None) -> list[tuple[int,
 
     In a grouped product each row meets the factor of one group only. A convolution counts as the
     product that computes it without a transform, as in torch's FLOP counter.
+
+    Args:
+        name: Name of the operator without namespace and overload.
+        args: Its arguments.
+        result: Its result, which convolutions need.
     """
     if name.removesuffix("_") in ("mm", "addmm", "bmm", "baddbmm"):
         left, right = args[1:3] if "add" in name else args[:2]
@@ -232,6 +237,12 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     """Return the computation of an operator that ran: usually one entry.
 
     A convolution's backward has one per product; collectives and waits have none.
+
+    Args:
+        function: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        result: Its result.
     """
     name = function._schema.name.split("::")[-1]
     if "c10d" in function.namespace:
@@ -359,7 +370,13 @@ _COLLECTIVES = {
 
 def find_collective(function: Any, args: Any, result: Any) -> RecordedCollective | None:
     """Return the collective that an operator starts, with the bytes of the full tensor; else
-    None."""
+    None.
+
+    Args:
+        function: The operator.
+        args: Its positional arguments.
+        result: Its result.
+    """
     name = function._schema.name.split("::")[-1]
     if function.namespace != "_c10d_functional" or name not in _COLLECTIVES:
         return None

@@ -59,6 +59,8 @@ class ByOperator(_ScaledLossOptimizer):
         is_fake = detect_fake_mode() is not None
         if self.found_inf is not None and not is_fake and self.found_inf.item():
             return
+        # torch's `step` loops over this attribute. It is replaced for each tensor and restored at
+        # the end.
         groups = self.param_groups
         try:
             for group in groups:
@@ -406,7 +408,14 @@ def build_optimizer(
 def reference_optimizer(
     rule: str, tensors: Sequence[torch.Tensor], spec: OptimizerSpec, dtype: DType
 ) -> torch.optim.Optimizer:
-    """Build the single-device reference of a rule, for full tensors of a dtype."""
+    """Build the single-device reference of a rule, for full tensors of a dtype.
+
+    Args:
+        rule: Name of the rule, a key of `ROWS`.
+        tensors: Full tensors.
+        spec: The hyperparameters.
+        dtype: The dtype of the update.
+    """
     return ROWS[rule].reference(dtype)(tensors, **_constructor_arguments(rule, spec))
 
 

@@ -209,7 +209,13 @@ def _is_large(whole: torch.Tensor) -> bool:
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True
 ) -> PendingResult[torch.Tensor]:
-    """Sum `tensor` over the ranks in place."""
+    """Sum `tensor` over the ranks in place.
+
+    Args:
+        tensor: This rank's summand, which receives the sum.
+        group: The process group.
+        is_awaited: Wait for the result.
+    """
     return PendingResult(
         tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited)
     )

@@ -93,6 +93,7 @@ class Ghost:
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, start: int = 0) -> None:
         self.storage, self.dtype, self.shape, self.start = storage, dtype, shape, start
+        # Most ghosts are flat, and a search creates many.
         self.numel = shape[0] if len(shape) == 1 else math.prod(shape)
 
     @property
@@ -222,6 +223,7 @@ class GhostRuntime:
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
+        # Both operands are read, and one is written.
         size = 2 * tensor.nbytes + part.nbytes
         self.reader.record_operator(OperatorKind.POINTWISE, tensor.dtype, size)
 

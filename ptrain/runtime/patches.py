@@ -72,6 +72,7 @@ def require_supported() -> None:
 def patch_torch(model: ModelSpec) -> Iterator[None]:
     """Temporarily patch torch to run `model` on fake ranks."""
     require_supported()
+    # Shapes that were cached without the patches would bypass them.
     clear_shape_caches()
     with ExitStack() as stack:
         # shapes cached under the patches must not be used outside, nor the other way round
@@ -205,6 +206,7 @@ def _accept_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def shapes(first: torch.Tensor, second: torch.Tensor, **others: Any) -> Any:
+        # Scaled products and bf16 are what torch's function supports.
         if others["scale_a"] is not None or first.dtype is torch.bfloat16:
             return original(first, second, **others)
         return grouped_products.empty_product(first, second, others)

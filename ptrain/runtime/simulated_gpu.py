@@ -2,9 +2,9 @@
 
 A CUDA build of torch selects kernels by the runtime's description of the device. `runtime.c` and
 `driver.c` replace the two CUDA libraries. They are compiled on demand and preloaded into a new
-process. The forward and backward operators in this process allocate what they would allocate on a
-GPU of the given compute capability; memory that kernels use internally is not seen. The allocations
-were confirmed on an H100 with torch 2.11 (`benchmarks/gpu.sh`), and on no other GPU.
+process. The forward and backward operators in this process allocate the same bytes as on a GPU of
+the given compute capability; memory that kernels use internally is not seen. The allocations were
+confirmed on an H100 with torch 2.11 (`benchmarks/gpu.sh`), and on no other GPU.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def run_python(words: Sequence[str], sm: int) -> int:
             "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
             "CUDA_VISIBLE_DEVICES": "0",
         }
+        # A new process, because LD_PRELOAD is read when a process starts.
         with subprocess.Popen([sys.executable, *words], env=environment, stdout=output) as child:
             code = _wait_for(child)
     if code < 0:

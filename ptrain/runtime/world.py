@@ -59,7 +59,7 @@ class World:
         device: The rank's device.
         backend: `gloo`, `nccl`, `fake`, or `none` for a single process without a group.
         owns_group: `close` destroys the process group.
-        stands_in: Fake tensors on a CPU represent those on a GPU.
+        stands_in: Fake tensors on a CPU represent tensors on a GPU.
         timeout: Time limits of rendezvous and of a step.
     """
 

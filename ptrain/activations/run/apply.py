@@ -11,8 +11,8 @@ communicated twice.
 O: the storages that autograd saves while a module runs move to host memory or files, once however
 many views are saved, and return when the first view is needed until the last is released.
 Parameters, buffers and integers (tokens and positions, which stay alive anyway) do not move. On an
-accelerator copies use pinned memory and streams of their own, and the first use of one module's
-tensors prefetches those of the module before it. On a CPU a copy is made on demand. A file is
+accelerator copies use pinned memory and separate streams, and the first use of one module's tensors
+prefetches the tensors of the module before it. On a CPU a copy is made on demand. A file is
 written and read by the thread that computes.
 """
 
@@ -344,7 +344,7 @@ class _ModulePass:
         self._is_back = False
 
     def begin_backward(self) -> None:
-        """Load the module's storages and those of the module before it, once."""
+        """Load the storages of this module and of the module before it, once."""
         if self._is_back:
             return
         self._is_back = True
@@ -495,7 +495,13 @@ def apply_modes(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: boo
 def apply_modes_for_trace(
     module: nn.Module, step: Keep | None, *, is_compiled: bool = False
 ) -> None:
-    """Apply activation modes for a trace, which needs sizes only: on CPUs, without files."""
+    """Apply activation modes for a trace, which needs sizes only: on CPUs, without files.
+
+    Args:
+        module: The model or stage, changed in place.
+        step: The modes by block.
+        is_compiled: The blocks' forward passes are compiled afterwards.
+    """
     if step is not None:
         tiers = _InMemoryTiers(torch.device("cpu"), TagRegistry())
         apply_modes(module, step, tiers, is_compiled=is_compiled)

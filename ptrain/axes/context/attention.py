@@ -35,7 +35,14 @@ Span = tuple[int, int]  # first token, and the end (exclusive)
 
 
 def place_spans(sequence: int, ring: int, place: int, *, is_balanced: bool) -> tuple[Span, ...]:
-    """Return the tokens of one of the ring's places, in the place's order."""
+    """Return the tokens of one of the ring's places, in the place's order.
+
+    Args:
+        sequence: Tokens of a sample.
+        ring: Places of the ring.
+        place: The place.
+        is_balanced: The place has an early and a late chunk (zigzag).
+    """
     if not is_balanced:
         size = sequence // ring
         return ((place * size, (place + 1) * size),)
@@ -50,6 +57,13 @@ def token_spans(
     """Return the tokens of rank `index` of `ulysses * ring` ranks, in the rank's order.
 
     Consecutive ranks form a Ulysses group.
+
+    Args:
+        sequence: Tokens of a sample.
+        ulysses: Ranks of a Ulysses group.
+        ring: Places of the ring.
+        index: The rank's place along cp.
+        is_balanced: Each place has an early and a late chunk (zigzag).
     """
     place, member = divmod(index, ulysses)
     size = sequence // (ulysses * ring)

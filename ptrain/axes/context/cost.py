@@ -27,7 +27,7 @@ def attention_traffic(
 ) -> Iterator[Traffic]:
     """Yield the traffic of attention over cp in a step.
 
-    A recomputed layer repeats its collectives, except those whose results are kept.
+    A recomputed layer repeats its collectives, except if their results are kept.
 
     Args:
         spec: The spec.
@@ -64,6 +64,12 @@ def own_kept(
     built in.
 
     `within` restricts the modules to these layers.
+
+    Args:
+        spec: The spec.
+        blocks: Names of the model's blocks.
+        attending: The attention modules.
+        within: Layers to which the modules are restricted, None for all.
     """
     modes = dict(zip(blocks, spec.activations.block_modes(len(blocks)), strict=True))
     kept, heads = [], []

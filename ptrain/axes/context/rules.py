@@ -116,8 +116,9 @@ def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
 
 def _token_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
+    # These faults need another degree, on which the number of chunks depends.
     if factor is None or any(_hybrid_faults(spec)) or any(_head_faults(spec)):
-        return  # another degree is to be had first
+        return
     ulysses, ring = split_degree(attention, factor.degree)
     per_rank = _chunks_per_rank(attention)
     chunks = ulysses * ring * per_rank
@@ -139,7 +140,7 @@ def _token_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _nearest_lengths(sequence: int, multiple: int) -> str:
-    """Return the lengths around a sequence that are such multiples."""
+    """Return the multiples below and above a sequence length, as remedies."""
     near = sorted({max(1, sequence // multiple) * multiple, -(-sequence // multiple) * multiple})
     return " or ".join(f"`batch.sequence={length}`" for length in near)
 
@@ -147,14 +148,17 @@ def _nearest_lengths(sequence: int, multiple: int) -> str:
 def _legal_degrees(
     ranks: int, sequence: int, attention: ContextAttention | Hybrid, heads: int
 ) -> list[int]:
-    """Return the degrees of cp, up to a few times these `ranks`, of which each cuts the tokens, and
-    with Ulysses the heads; none of a hybrid, whose own degrees are written."""
+    """Return the degrees of cp that divide the tokens and, with Ulysses, the heads.
+
+    They are at most a few times `ranks`. A hybrid has none, because its degrees are in the spec.
+    """
     if isinstance(attention, Hybrid):
         return []
     cut = gcd(sequence, heads) if attention is ContextAttention.ULYSSES and heads else sequence
     return [
         d
         for d in divisors(cut)
+        # More than a few times the ranks that were asked for is no useful suggestion.
         if d <= 4 * ranks and sequence % (_chunks_per_rank(attention) * d) == 0
     ]
 
@@ -212,17 +216,19 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
     )
 
 
-_RINGS = (ContextAttention.ZIGZAG, ContextAttention.RING)  # that which waits least first
+_RINGS = (ContextAttention.ZIGZAG, ContextAttention.RING)  # by balance of work, best first
 
 
 def _chunks_per_rank(attention: ContextAttention | Hybrid) -> int:
-    """Return in how many chunks a rank has its tokens."""
+    """Return the number of chunks in which a rank has its tokens."""
     return 2 if attention.is_balanced else 1
 
 
 def _dropout_faults(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.dropouts.attention:
+        # The remedy must name the key that sets the rate: `dropout` covers attention if no other
+        # key does.
         own = shape.attention_dropout is not None
         yield Fault(
             place=f"model.{'attention_dropout' if own else 'dropout'}",
@@ -236,12 +242,17 @@ def _dropout_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _kernel_faults(spec: Spec) -> Iterator[Fault]:
-    """Partial results of attention are joined by their log-sum-exp, which torch's
-    scaled_dot_product_attention alone gives, of causal scores without more."""
+    """Reject attention whose partial results cannot be merged.
+
+    They are merged by their log-sum-exp, which only the kernels of torch's
+    scaled_dot_product_attention return, for plain causal scores.
+    """
     factor, shape = factor_of(spec), spec.model
     if factor is None or not isinstance(shape, ModelShape):
         return
     attention = attention_of(spec)
+    # Ulysses alone has all tokens of its heads, so no partial results are merged and any kernel
+    # works.
     if split_degree(attention, factor.degree)[1] == 1:
         return
     other = "or `context.attention=ulysses`, which computes all tokens of a head."
@@ -298,6 +309,8 @@ def _latent_faults(spec: Spec) -> Iterator[Fault]:
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
+    # A function returns a mean over its samples, which cannot be divided by the global count of
+    # tokens afterwards.
     for function in (spec.loss.user_function, spec.data.function):
         if function is not None:
             place = "step.target" if function is spec.loss.step else f"{function.section}.target"

@@ -94,6 +94,8 @@ def _ways_on_axes(
     axes: tuple[Axis, ...], spec: Spec, written: FixedChoices
 ) -> tuple[AxisOption, ...]:
     """Return the tuples and options on these axes, independent of the degrees."""
+    # Only the fields on which the result depends are arguments of the cached function. A full spec
+    # would differ for each candidate.
     has_master = spec.precision.layout.master is not None
     held: tuple[AxisOption, ...] = _allowed_ways(axes, spec.optimizer, has_master, written)
     return held
@@ -140,7 +142,7 @@ def _on_tier(away: Tier, placement: Placement) -> Placement:
 
 
 def _option_changes(placements: tuple[Placement, ...]) -> Iterator[Changes]:
-    """Yield the options to try with these tuples; legality rejects those without effect."""
+    """Yield the options to try with these tuples; legality rejects options without effect."""
     is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
     is_gathered = any(p.parameters != R for p in placements)
     for when in (GradientSync.LAST,) if is_whole else tuple(GradientSync):

@@ -32,6 +32,11 @@ def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
     """Return the elements of shard `index` without padding.
 
     The shard has rows [i*c, (i+1)*c) of d0, with c = ceil(d0 / N).
+
+    Args:
+        shape: Shape of the full tensor.
+        ranks: Number of shards.
+        index: Index of the shard.
     """
     rows = shape[0] if shape else 1
     chunk = ceil_div(rows, ranks)
@@ -118,6 +123,12 @@ def shard_runs(
     """Return the runs of elements with equal flags in one shard, cached.
 
     A search needs the runs of the same units thousands of times.
+
+    Args:
+        tensors: Elements and flag of each tensor of the full buffer.
+        padded: Elements of the buffer.
+        degrees: Ranks along each dimension.
+        places: The shard's index along each dimension, None for all indices.
     """
     return tuple(iter_runs(tensors, padded, shard_ranges(padded, degrees, places)))
 

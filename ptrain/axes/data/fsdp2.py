@@ -67,6 +67,11 @@ def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
     This is dim 0 or, for a tensor with fewer rows than ranks (experts), the first later dimension
     that the ranks divide. Smaller groups shard dim 0: torch keeps a flat shard there, and cannot
     all-gather it along another dimension.
+
+    Args:
+        shape: Shape of the local tensor.
+        ranks: Ranks that shard it.
+        sync: The policy, which may have smaller groups after forward.
     """
     is_by_group = not isinstance(sync.reshard_after_forward, bool | Reshard)
     if is_by_group or not shape or shape[0] >= ranks:

@@ -134,6 +134,8 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
     whole = factors and all(
         factor.placement.gradients.distribution is Distribution.REPLICATED for factor in factors
     )
+    # An all-reduce in place leaves the sum of all ranks in each rank's buffer. The next micro-batch
+    # adds to it, and the next all-reduce would sum it over the ranks again.
     if whole and spec.batch.accumulate > 1 and spec.sync.gradients is GradientSync.EVERY:
         yield Fault(
             place="sync.gradients",

@@ -48,6 +48,7 @@ class Parameters(Generic[T]):
             tier=self.tier,
             update_tier=step.update_tier,
         )
+        # Zeros, so that the padding, which no tensor covers, has values for collectives and sums.
         self.whole = self.room.zeros(
             cuts.padded, layout.parameters, Tier.DEVICE, State.PARAMETERS, self.label
         )

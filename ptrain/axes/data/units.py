@@ -6,10 +6,10 @@ bucket of units would exceed it by a block. A bucket here therefore has at most 
 single unit has more. Larger buckets are slow on gloo: above 32 MiB, which default buckets stay
 below, the kernel has to map and clear new memory for gloo's copy of a buffer in every call.
 
-Units enter buckets as a whole, the last block first and the root last, since the gradient of its
-embedding is the last one. Joining many small blocks replaces many collectives by one; for blocks
-that fill a bucket each, as in large models, nothing changes. The first bucket is as large as the
-others, unlike DDP's: a smaller one would start a little earlier but add a collective.
+Units are never split between buckets. The last block comes first and the root last, since the
+gradient of its embedding is the last one. Joining many small blocks replaces many collectives by
+one; for blocks that fill a bucket each, as in large models, nothing changes. The first bucket is as
+large as the others, unlike DDP's: a smaller one would start a little earlier but add a collective.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class UnitRuntime(UnitUse[T]):
         """Allocate zeros for gradients of a pass that computes weight gradients only.
 
         Autograd calls no hook in such a pass. Without zeros to add to, all its gradients would be
-        live besides the buffer until the end of the pass.
+        live together with the buffer until the end of the pass.
         """
         self.gradients.allocate_buffer()
         self.gradients.zero_missing()

@@ -38,7 +38,7 @@ def expert_traffic(
 ) -> Iterator[Traffic]:
     """Yield the traffic of layers with experts in a step.
 
-    A recomputed layer repeats its collectives, except those whose results are kept.
+    A recomputed layer repeats its collectives, except if their results are kept.
 
     Args:
         spec: The spec.
@@ -63,6 +63,7 @@ def expert_traffic(
         exchange = _RowExchange(spec, step)
         yield from exchange.forward(Phase.FORWARD, once)
         yield from exchange.forward(Phase.BACKWARD, again)
+        # Backward exchanges gradients of rows only: the counts are known from forward.
         yield from exchange.row_traffic(Phase.BACKWARD, once)
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
@@ -89,8 +90,7 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
 
 
 def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
-    """Yield the layers with experts, including those of a built-in model whose experts are
-    replicated."""
+    """Yield the layers with experts, also if a built-in model's experts are replicated."""
     if plan.experts is not None:
         yield from layers_of(plan.experts)
     elif isinstance(spec.model, ModelShape) and spec.model.experts is not None:

@@ -26,6 +26,11 @@ def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> Mod
     """Return the facts with only the experts of one rank; all ranks have the same number.
 
     The first dimension of an expert tensor is the expert.
+
+    Args:
+        facts: The facts of the full model.
+        step: The sharding of experts.
+        ranks: Ranks that shard them.
     """
 
     def own(tensor: TensorFacts) -> TensorFacts:

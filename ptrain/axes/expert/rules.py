@@ -54,6 +54,7 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
             remedy="Set `model.experts`, or use dp_shard instead of ep.",
         )
         return
+    # Folded ranks of tp have different experts too.
     beside = ranks_over(spec, spec.folded_axes)
     if shape.experts % (factor.degree * beside):
         ranks = f"{factor.degree} × {beside}" if beside > 1 else f"{factor.degree}"
@@ -67,7 +68,10 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
 def _division_remedies(experts: int, degree: int, beside: int) -> Iterator[str]:
     """Yield remedies that give each rank the same number of experts.
 
-    `beside` is the number of tp ranks for each rank of ep.
+    Args:
+        experts: Experts of a layer.
+        degree: Ranks of ep.
+        beside: Ranks of tp for each rank of ep.
     """
     fewest = 1 if beside == 1 else 2  # tp does not fold into a single rank
     choices = [d for d in range(fewest, experts + 1) if experts % (d * beside) == 0]

@@ -204,6 +204,11 @@ def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
     These are its units, with shared tensors in separate units, the root with its part of the ends,
     and the order in which gradients are complete. The copy of a tied head is complete when the head
     is.
+
+    Args:
+        spec: The spec.
+        facts: The facts of the full model.
+        stage: The stage.
     """
     return _stage_facts(facts, chain_of(spec, facts), stage)
 

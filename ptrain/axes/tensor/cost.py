@@ -49,6 +49,11 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
     That is so if tp shards give further shards of different heights: torch then computes wrong
     offsets for a DTensor that is sharded twice (2.11 to 2.13). It is also so if only some tp shards
     have fewer rows than `shards`, because these are sharded along another dimension.
+
+    Args:
+        size: Rows of the full tensor.
+        degree: Ranks of tp.
+        shards: Data ranks that shard the rows of a tp shard.
     """
     heights = {(ceil_div(rows, shards), rows < shards) for rows in shard_sizes(size, degree)}
     return shards > 1 and len(heights) > 1

@@ -1,5 +1,5 @@
 """Applies the context axis to a model: attention reaches the tokens of other ranks, and positions
-are those of the rank's tokens in the full sequence.
+refer to the full sequence.
 
 Keys and values are sent without repeating heads for kernels.
 
@@ -76,6 +76,7 @@ class UlyssesCore(nn.Module):
         return self._heads_for_tokens(y_BhSD)
 
     def _tokens_for_heads(self, x_BHTD: Tensor) -> Tensor:
+        # An all-to-all sends contiguous blocks of the first dimension.
         x_NBhTD = x_BHTD.unflatten(1, (self.group.size(), -1)).movedim(1, 0).contiguous()
         return self._all_to_all(x_NBhTD).movedim(0, 2).flatten(2, 3)
 

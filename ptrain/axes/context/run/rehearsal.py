@@ -2,11 +2,11 @@
 tokens and on the full sequence.
 
 A few tokens go through the full model. Then each rank's shard goes through it with its positions.
-The tensors that a module passes to attention must be the shard of those it passed before, and
-attention returns the shard of its earlier result. This proves that only attention mixes tokens, and
+The tensors that a module passes to attention must be shards of its earlier ones, and attention
+returns the shard of its earlier result. This proves that only attention mixes tokens, and
 that positions are the given ones. A difference is reported for the first module that shows it. A
-model with dropout runs once more with equal random numbers: those of a shard must be the shard of
-those of the full sequence.
+model with dropout runs once more with equal random numbers: the numbers for a shard must be the
+shard of the numbers for the full sequence.
 
 Training such a model uses the same replacement: it receives the positions of its tokens, and the
 heads of its attention go to a core that reaches the tokens of other ranks.
@@ -200,7 +200,7 @@ def intercept_draws(
 
 
 class SlicedDraws:
-    """A check of a rank's draws against those of all tokens, in order.
+    """A check of a rank's draws against the draws of all tokens, in order.
 
     Args:
         before: The draws of all tokens.
@@ -308,6 +308,11 @@ def require_slices(model: nn.Module, spec: Spec, attending: AttentionFacts | Non
 
     This costs forward passes of a few tokens: three of the full model, and one or two for each of
     two ranks. On fake tensors, which have no values, results are not compared.
+
+    Args:
+        model: The model, with weights or on fake tensors.
+        spec: The spec.
+        attending: The attention modules, None for a built-in model.
 
     Raises:
         SpecError: Results differ, attention is not plainly causal, or Ulysses cannot divide the
@@ -425,7 +430,7 @@ class _Rehearsal:
             self._require_draws(every, sorted(ends))
 
     def _require_draws(self, every: Spans, ends: Sequence[int]) -> None:
-        """Raise SpecError for draws that are not the shard of those of all tokens."""
+        """Raise SpecError for draws that are not the shard of the draws of all tokens."""
         before: list[Draw] = []
 
         def note(draw: Draw, call: DropoutCall) -> Tensor:

@@ -45,6 +45,11 @@ def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
 
     Capacities and mean losses then refer to the full sample. A shard is one of `parts` equal parts
     of the tokens, so the weight of its mean loss is 1 / `parts`.
+
+    Args:
+        model: The model or stage, changed in place.
+        tokens: The shards of a sample's tokens.
+        parts: Number of equal shards.
     """
     weight_router_losses(model, 1.0 / parts)
     for module in model.modules():
@@ -63,7 +68,7 @@ class SampleSlices(SampleTokens):
     ) -> None:
         """Prepare the order of all ranks' spans.
 
-        `spans` are those of every rank, in order. Ranks with fewer spans than others are padded
+        `spans` has the spans of every rank, in order. Ranks with fewer spans than others are padded
         with empty ones.
         """
         self.group, self.registry, self.slices = group, registry, len(spans)
@@ -265,6 +270,7 @@ class SlicedDocuments(DocumentMasks):
         whole = own_BT.new_empty(self.group.size() * own_BT.numel())
         self.registry.tag(whole, State.ACTIVATIONS)
         all_gather(whole, own_BT.view(-1), self.group, self.registry)
+        # The all-gather puts ranks first; samples must be the first dimension.
         by_rank_BS = whole.view(-1, *own_BT.shape).transpose(0, 1).flatten(1)
         if not self.step.is_balanced:
             return by_rank_BS

@@ -224,6 +224,7 @@ class FlatWrap(WrappedModel):
         self.module = model
         self.step = step
         room = TorchRuntime(mesh, registry, step.path)
+        # A rule that is not elementwise, such as Muon, needs each tensor in full.
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
@@ -342,6 +343,7 @@ def _buffer_of(
         room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter
     )
     if write is not None:
+        # A rank then fills only the rows that it stores.
         members.values = LocalRowWriter(write, tuple(cuts.shard_ranges(step.parameters)))
     return members, cuts, step
 

@@ -86,7 +86,7 @@ class RowExchange:
         self._coming = all_to_all(self._leaving, self._left, self._arrived, self._group)
 
     def arrive_back(self) -> Tensor:
-        """Wait for the gradients, and return those of the rows that were sent."""
+        """Wait for the gradients of the rows that were sent, and return them."""
         assert self._coming is not None, "they have differed"
         gradient, self._leaving, self._coming = wait_for(self._coming), None, None
         return gradient
@@ -236,8 +236,8 @@ class JourneyFactory:
 
 
 class RoutedRowCounts:
-    """The rows sent to each expert of each rank, and those received from each rank for each local
-    expert."""
+    """The numbers of rows sent to each rank's experts, and received from each rank by local
+    experts."""
 
     def __init__(self, sent: Counts, received: Counts) -> None:
         self.sent, self.received = sent, received
@@ -252,7 +252,15 @@ class RoutedRowCounts:
 
 
 def overloaded_routing(rows: int, ranks: int, own: int, rank: int, *, more: int) -> RoutedRowCounts:
-    """Return an even routing in which this rank's experts receive `more` additional rows."""
+    """Return an even routing in which this rank's experts receive `more` additional rows.
+
+    Args:
+        rows: Rows of each rank.
+        ranks: Ranks of the group.
+        own: Experts of each rank.
+        rank: The rank whose rows to return.
+        more: Additional rows.
+    """
     routed = balanced_routing(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
     # The number of received rows decides the memory; the source is arbitrary.
@@ -342,6 +350,7 @@ def set_routing(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, JourneyFactory), "it has experts of other ranks"
+            # A custom module holds the experts only; its layer is the module around it.
             is_layer = isinstance(module, MoE)
             module.journey.assumption = routing(name if is_layer else name.rpartition(".")[0])
 

@@ -269,6 +269,7 @@ def as_part(model: nn.Module, crossing: StageInput, *, first: str, front: Iterab
         first: Name of the layer at which forward is entered; "" on the first stage.
         front: Names of parameters before the layers, which are removed.
     """
+    # The shapes are kept for placeholders, since the model's code may still read these parameters.
     shapes = {}
     for name in front:
         shapes[name] = model.get_parameter(name).shape

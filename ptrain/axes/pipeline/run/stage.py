@@ -340,7 +340,7 @@ class StageRunner:
     ) -> Tensor | None:
         """Run only forward of micro-batch `number`; on the last stage, call `add` with the loss.
 
-        `given` are the received hidden states. Returns those for the next stage, if any.
+        `given` are the received hidden states. Returns the ones for the next stage, if any.
         """
         with name_stage_errors(self.index, number):
             output = self._run_module(self.module, given, samples)
