@@ -117,6 +117,7 @@ class SavedModel:
             for name, entry in entries.items()
         }
         with checkpoint.suppress_single_process_warning():
+            # `dcp.load` fills these tensors in place; it reshards what several ranks have saved.
             dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
         return tensors
 

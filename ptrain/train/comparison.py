@@ -53,7 +53,7 @@ class SpecVariant:
 
     Attributes:
         spec: The variant.
-        does: A clause that describes the wrapper.
+        behavior: A clause that describes the wrapper.
         words: The setting to write, for a spec.
     """
 

@@ -108,7 +108,7 @@ class DeviceStepCheck:
     ) -> None:
         self.halted = halted
         self._queue, self._scaling, self._has_norm = queue, scaling, norm is not None
-        self._known = [sums, *([] if norm is None else [norm])]  # freed by `send`
+        self._known = [sums, *([] if norm is None else [norm])]  # freed by `start_copy`
         self._numbers: torch.Tensor | None = None
         self._sent: Milestone | None = None
 
@@ -132,6 +132,8 @@ class DeviceStepCheck:
         )
         self._sent.wait()
         loss, _, *numbers = self._numbers.tolist()
+        # The order of `start_copy`: loss, unsound ranks, signals, halted, then the optional
+        # figures.
         flags, (halted, *others) = numbers[: len(SIGNALS)], numbers[len(SIGNALS) :]
         scale, is_skipped = others[-2:] if self._scaling is not None else (None, False)
         return StepFigures(

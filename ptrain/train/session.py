@@ -229,12 +229,15 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
     make_guard = guarded if spec.verify_every and guarded else StepGuard
     with interrupt.record_signals() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
+        # Callbacks run in reverse order: the group of the exchange is destroyed before the default
+        # group.
         stack.callback(world.close)
         if world.device.type == "cpu":
             keep_freed_memory()
         exchange = Exchange(world)
         stack.callback(exchange.close)
         if spec.deterministic:
+            # The setting is global, and a notebook continues in this process.
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
         folder, options = _open_folder(spec, options, exchange, stack)
@@ -501,7 +504,7 @@ def _conclude_run(
         session.trackers.conclude(_verdict_text(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)
-    # The launcher reads exit code 1 without a summary as a crash (failure._died_early).
+    # The launcher reads exit code 1 without a summary as a crash (failure._is_early_exit).
     session.exchange.barrier()
     if measured:
         text = training_summary(

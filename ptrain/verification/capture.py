@@ -171,6 +171,7 @@ def full_gradients(
             at = updates.holds[name].indices
             rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
             sums[:, slice(None) if at is None else at] = rows
+        # Each element is added once per copy, and then divided by the number of copies.
         if exchange.world.size > 1:
             dist.all_reduce(sums, group=exchange.group)
         gradients[name] = (sums[0] / sums[1].clamp(min=1)).view(shape)
@@ -208,6 +209,7 @@ def clip_factor(spec: Spec, norm: float | None) -> float:
     clip = spec.optimizer.clip
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
+    # As in torch/nn/utils/clip_grad.py (torch 2.13).
     return min(1.0, clip / (norm + 1e-6))
 
 
@@ -252,7 +254,7 @@ def run_training_step(
 def run_step_for_global_loss(
     program: Program, source: SampleSource, step: int, exchange: Exchange
 ) -> tuple[float, float | None]:
-    """Run one training step like `drive`, but return the global mean loss, equal on all ranks."""
+    """Run one training step and return the global mean loss, which is equal on all ranks."""
     share, norm = run_training_step(program, source, step)
     return exchange.sum_over_ranks([share])[0], norm
 

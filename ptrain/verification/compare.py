@@ -280,7 +280,7 @@ class Differences:
         step: The step, from 0.
         rank: This rank.
         mismatches: The differences that exceed their tolerance.
-        courses: The movement of each parameter in the step, by name.
+        moves: The movement of each parameter in the step, by name.
         largest: The largest difference of each kind.
         modules: The position of each module in the order of execution, by path.
     """

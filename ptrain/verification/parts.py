@@ -297,7 +297,9 @@ def gather_full_tensors(named: Mapping[str, Tensor], exchange: Exchange) -> dict
         for name, tensor in own.items()
     }
     everyone = exchange.gather(described)
+    # From the last rank to the first, so that the first rank that has a tensor remains.
     sources = {name: rank for rank in range(len(everyone) - 1, -1, -1) for name in everyone[rank]}
+    # Sorted: all ranks must broadcast in the same order.
     for name in sorted(sources):
         if all(name in its for its in everyone):
             continue

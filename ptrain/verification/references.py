@@ -167,6 +167,7 @@ def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
         for seed in (0, 1):
             reseed(seed)
             losses.append(run().item())
+        # NaN differs from itself, which is no effect of a random number.
         if losses[0] == losses[1] or math.isnan(losses[0]):
             return off.drops, "", ""
         place, name = named_in_spec(device.module, spec)
@@ -212,7 +213,11 @@ Dims: TypeAlias = "Sequence[int] | None"
 
 
 class PermutedSums(OperatorMode):
-    """An operator mode that runs each sum in a random order, which `generator` draws per call."""
+    """An operator mode that runs each sum in a random order.
+
+    Args:
+        generator: Draws the order of each call. With equal states, two runs have equal orders.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -264,6 +269,7 @@ class PermutedSums(OperatorMode):
 
     def _partial_factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the columns of the left and the rows of the right factor, per partial sum."""
+        # The same order for both factors, so that the terms stay the same.
         order, parts = self._draw_order(left.shape[-1])
         columns, rows = left.index_select(-1, order), right.index_select(-2, order)
         return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
@@ -428,6 +434,7 @@ def _assign_owners(asks: Sequence[ReferenceRequest], size: int) -> dict[str, int
     (LPT scheduling).
     """
     loads, owners = [0.0] * size, {}
+    # The longest rank takes at most 4/3 of the shortest possible time (Graham, 1969).
     for ask in sorted(asks, key=lambda ask: -ask.cost):
         owner = min(range(size), key=loads.__getitem__)
         owners[ask.key] = owner

@@ -64,7 +64,7 @@ from ptrain.verification.tolerances import (
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
-STATE_EVERY = 25  # steps between two states that a reference takes
+STATE_EVERY = 25  # steps between two states that a reference takes: four in the default 100 steps
 
 States = Mapping[str, Mapping[str, Tensor]]
 
@@ -125,6 +125,7 @@ class ReferenceContinuation:
     def step_context(self, step: int) -> Iterator[None]:
         """Run the reference from the state before a step, and record the step's update."""
         with fork_generators():
+            # The reference must not advance the generators of the run.
             self.continue_from(step)
         self._updates = UpdateRecorder(leaf_shards(self.program))
         with self._updates:

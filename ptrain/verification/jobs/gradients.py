@@ -273,6 +273,7 @@ class GradientCase:
         right = fmean(contributed.of_truth.coefficients)
         # some ranks may not use these parameters: take the data ranks of all parameters
         data = (self.evidence.contributions or contributed).data_ranks
+        # A mean over n ranks weights each contribution by 1 / n, a sum by 1.
         is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
         if not (is_mean or is_sum):
             return degrees, _REDUCED

@@ -85,6 +85,7 @@ class ModelState:
             local_tensor(tensor.detach()).copy_(copy)
         for module, name, copy in self.buffers:
             buffer = module.get_buffer(name)
+            # In place if possible, because other objects may refer to the buffer.
             if buffer.shape == copy.shape:
                 local_tensor(buffer.detach()).copy_(copy)
             else:
@@ -494,6 +495,7 @@ def checksum(tensor: Tensor | None) -> str:
     """Return a checksum of a tensor's bytes, or "" for None."""
     if tensor is None:
         return ""
+    # The bytes, because numpy has no bfloat16.
     raw = tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 
