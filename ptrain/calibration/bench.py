@@ -458,6 +458,7 @@ class Bench:
 
     def _seconds_per_call_until(self, end: float, work: Work) -> float:
         """Return the CPU seconds of a call times `turns`, repeated until `end`."""
+        # The time of the process includes torch's other threads.
         busy, calls = time.process_time(), 0
         while not calls or time.perf_counter() < end:
             work()

@@ -257,6 +257,7 @@ class TextGenerator:
             raise refused("--score", "the text has fewer than two tokens", "Use a longer text.")
         self._require_known(tokens)
         sums = sum(self._losses(tokens))
+        # Bits per byte compare models with different tokenizers.
         number, size = len(tokens) - 1, len(text.encode())
         return TextScore(tokens=number, loss=sums / number, bits=sums / math.log(2) / size)
 

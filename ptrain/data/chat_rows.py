@@ -499,6 +499,7 @@ def _fit_samples(
     Samples with the separator are left out if rows are packed.
     """
     cut = [sample if len(sample.tokens) <= width else sample.truncate(width) for sample in samples]
+    # The first token of a row is never predicted.
     learned = [sample for sample in cut if sample.is_target[1:].any()]
     kept = [
         sample

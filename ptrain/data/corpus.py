@@ -471,6 +471,7 @@ def _cycle_order(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64],
     whose = np.repeat(np.arange(len(quotas)), quotas)
     turns = np.concatenate([np.arange(quota) for quota in quotas])
     drawn = np.array([splitmix64(splitmix64(seed) + n) / 2**64 for n in range(len(quotas))])
+    # Stable: equal positions have the same order on every machine.
     order = np.argsort((turns + drawn[whose]) / np.asarray(quotas)[whose], kind="stable")
     return whose[order], turns[order]
 

@@ -208,6 +208,7 @@ class WaitMeter(OperatorMode):
         seconds = time.perf_counter() - began
         name = function._schema.name.split("::")[1]
         if name == "wait_tensor":
+            # By storage, because the waiting code may have another tensor object of the result.
             axes = self._functional.pop(args[0].untyped_storage(), None)
             if axes is not None:
                 self._add_seconds(axes, seconds)

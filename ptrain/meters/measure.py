@@ -259,6 +259,8 @@ class WrappedModule:
             for group in parameter_groups(module)
             for part in group.fsdp_params
         ]
+        # The attribute exists after the first all-gather
+        # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, torch 2.13).
         gathered = [getattr(part, "_unsharded_param", None) for part in parts]
         return [part.sharded_param for part in parts], [
             parameter for parameter in gathered if parameter is not None

@@ -289,6 +289,7 @@ class Exchange:
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+        # A gather returns on a rank only after all ranks have sent.
         self.gather(None)
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ def find_failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
         now: The current time (monotonic). A rank that was stopped for too long counts as failed.
     """
     failed = [failure for rank in ranks if (failure := _classify_exit(rank, now))]
+    # A rank that is stopped has not ended: it counts as noticed now.
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 

@@ -337,6 +337,7 @@ def find_wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, which makes renames in it durable."""
+    # fsync of the folder, because a rename changes the folder and not the file.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

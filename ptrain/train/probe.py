@@ -149,6 +149,7 @@ class Probe:
 
     def is_measured(self, step: int) -> bool:
         """Return True if the meters run in a step (from 0)."""
+        # A traced step is not measured: its trace would contain the meters.
         chosen = self._every > 0 and step > self.steady and step % self._every == 0
         return (chosen and step + 1 not in self._traced) or step in (self.steady - 1, self.steady)
 

@@ -25,6 +25,7 @@ def run_and_exit(run: Callable[[], int]) -> NoReturn:
 
     A reader that closes the output of the rank does not make it fail.
     """
+    # First: also an error below is printed, perhaps to a reader that is gone.
     outlive_readers()
     # Without the hook, an exception would end the interpreter with its exit handlers.
     sys.excepthook = _exit_failed

@@ -380,6 +380,7 @@ def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], action: str
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
             answer = {"problem": f"rank 0 could not {action}: {last}"}
+        # In `finally`, because the other ranks wait for this answer even if rank 0 fails.
         answer = exchange.broadcast(answer)
     return answer
 
@@ -412,6 +413,7 @@ def _open_folder(
             chosen |= {"path": str(claim.folder.path), "resume": goes_on.resume}
         except PtrainError as error:
             chosen["problem"] = str(error)
+    # Also a problem: all ranks must raise, or the others would wait for rank 0.
     chosen = exchange.broadcast(chosen)
     if chosen["problem"]:
         raise PtrainError(chosen["problem"])
@@ -461,6 +463,7 @@ def _save_checkpoint(
     program: Program, session: Session, consistency: Consistency, steps: int
 ) -> None:
     """Check that the ranks agree, and write a checkpoint."""
+    # A checkpoint has one copy of a replicated tensor, in which a difference would not show.
     consistency.require_agreement(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", display_path(path))

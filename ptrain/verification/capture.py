@@ -244,6 +244,7 @@ def run_training_step(
         This rank's share of the loss, and the gradient norm (None if the spec does not clip).
     """
     rate = learning_rate(program.spec.optimizer, step)
+    # As the training loop does, so that both draw the same masks.
     seed_dropout(program, step)
     share = program.forward_backward(local_batch(program, source, step), rate)
     loss = float(share)

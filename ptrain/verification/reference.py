@@ -113,6 +113,7 @@ class ReferenceOptimizer:
                 gradient.mul_(factor)
         for name, gradient in sums.items():
             tensor = self.updated[name]
+            # Cast first: in the 16 bits of a gradient, the quotient could underflow.
             tensor.grad = gradient.to(tensor.dtype) / self.scale
         self._step(lr)
         self._rescale(overflowed=False)
@@ -136,6 +137,8 @@ class ReferenceOptimizer:
             for state in optimizer.state.values():
                 for name, tensor in state.items():
                     if name not in OPTIMIZERS[rule].numbers and tensor is not None:
+                        # torch keeps moments in the dtype of the updated tensor. Rounded, they have
+                        # the values that the layout stores.
                         tensor.copy_(tensor.to(moments))
         for name, updated in self.updated.items():
             if updated is not self.parameters[name]:

@@ -235,6 +235,7 @@ class PermutedSums(OperatorMode):
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rules.get(func)
+        # Sums of integers are exact in any order.
         if rule is None or not args[0].is_floating_point():
             return func(*args, **kwargs)
         return rule(*args, **kwargs)
@@ -277,6 +278,7 @@ class PermutedSums(OperatorMode):
     def _permuted_sum(
         self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any
     ) -> Tensor:
+        # The longest dimension: a permutation of few terms changes little.
         along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
         if along is None or terms.shape[along] < 2:
             return aten.sum.dim_IntList(terms, dims, keepdim, **kwargs)

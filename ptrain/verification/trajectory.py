@@ -335,6 +335,7 @@ def run_trajectory(
     onward = ReferenceContinuation(program, exchange)
     for step in range(len(within.center)):
         with ExitStack() as stack:
+            # Not before the last step: the comparison needs the loss of the step after it.
             if step % STATE_EVERY == 0 and step < len(within.center) - 1:
                 stack.enter_context(onward.step_context(step))
             if step % EVERY == 0:

@@ -80,6 +80,7 @@ def verify(
         >>> ptrain.verify(job(copy.deepcopy(plain)), job(plain), batches).holds
         True
     """
+    # Around both runs: an exception in a step ends this rank while others wait for it.
     with _RaisedOnAnyRank():
         return _compared(reference, distributed, batches, share, terms or Terms())
 

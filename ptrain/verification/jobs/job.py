@@ -524,7 +524,7 @@ class GlobalLoss:
             case "sum":
                 return sum(losses)
             case "same":
-                return max(losses, key=lambda loss: abs(loss - right))
+                return max(losses, key=lambda loss: abs(loss - right))  # the worst of equal losses
             case reduce:
                 total = reduce(losses)
                 if words := describe_non_loss(total):

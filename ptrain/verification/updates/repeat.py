@@ -202,6 +202,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
 def _add_parameter(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
     """Add a parameter with its gradient, settings and state to an optimizer."""
     if own.gradient is not None:
+        # A copy, because an optimizer may change gradients in place.
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
     optimizer.param_groups.append({**copy_settings(own.settings), "params": [piece]})
     if own.state:
