@@ -60,7 +60,13 @@ class StepCheck(Protocol):
 
 
 class HostStepCheck:
-    """A check whose figures are on the host, except for the loss scale that the update changes."""
+    """A check whose figures are on the host, except for the loss scale that the update changes.
+
+    Args:
+        queue: The queue of the device.
+        figures: The figures, which are equal on all ranks.
+        scaling: The loss scale. None: the loss is not scaled.
+    """
 
     halted = None
 
@@ -167,6 +173,11 @@ class DeviceSums:
     The host reads none of them in the step, and the meters do not count them. `halted` (fp32, 0 or
     1, equal on all ranks) is 1 from the first step whose loss or gradients are not finite: all
     updates that are launched later change nothing.
+
+    Args:
+        program: The program.
+        queue: The queue of its device.
+        interrupts: The received signals, which are summed with the loss.
     """
 
     def __init__(self, program: Program, queue: DeviceQueue, interrupts: Interrupts) -> None:

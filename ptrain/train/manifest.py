@@ -318,7 +318,13 @@ def _sha256(text: bytes) -> str:
 
 
 def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return the faults of these files, before they are loaded."""
+    """Return the faults of these files, before they are loaded.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        names: The files to hash, a part of its files.
+    """
     return [
         f"{name}: {problem}"
         for name in names

@@ -186,6 +186,12 @@ def shard_outputs(
     They are reduced to the rank's tokens, with features in the order of the ranks. Modules without
     a comparable output are left out: those for which `is_addend` is true, those inside experts, and
     routers and experts if a rank has only some tokens of a sample.
+
+    Args:
+        program: The program, for the layout of this rank.
+        outputs: The reference's outputs by path.
+        is_addend: Returns True, given roles and a path, for a module whose tensor on a rank is an
+            addend of the reference's.
     """
     tensor, experts = program.plan.tensor, program.plan.experts
     own, roles = TokenSelection(program.spec, program.world.rank), tensor.roles if tensor else ()
@@ -240,6 +246,11 @@ def run_training_step(
 ) -> tuple[float, float | None]:
     """Run one training step of the program.
 
+    Args:
+        program: The program.
+        source: The training samples.
+        step: The step, from 0.
+
     Returns:
         This rank's share of the loss, and the gradient norm (None if the spec does not clip).
     """
@@ -276,7 +287,13 @@ def token_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
 
 
 class TokenSelection:
-    """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors."""
+    """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors.
+
+    Args:
+        spec: The spec.
+        rank: The rank.
+        spans: Token ranges [first, last), in this order. Default: the ranges of the rank.
+    """
 
     def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
         self._spans = token_spans(spec, rank) if spans is None else spans

@@ -361,7 +361,14 @@ def run_trajectory(
 def trajectory_checks(
     reference: ReferenceRun, run: ProgramRun, allowed: RunTolerances, exchange: Exchange
 ) -> tuple[Check, ...]:
-    """Return all checks of a run, which the owner of the reference computes, on all ranks."""
+    """Return all checks of a run, which the owner of the reference computes, on all ranks.
+
+    Args:
+        reference: The reference run, whose owner compares.
+        run: The program's run.
+        allowed: The tolerances.
+        exchange: The group of all ranks, which all call this.
+    """
     own: list[Check] = []
     if (solo := reference.trajectory) is not None:
         own = [

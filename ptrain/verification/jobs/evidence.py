@@ -461,6 +461,12 @@ def try_fix(
 ) -> tuple[float, Mapping[str, Tensor] | None]:
     """Try a fix on all elements of all gradients. All ranks call it.
 
+    Args:
+        fix: The fix.
+        own: This rank's gradients.
+        ranks: The ranks.
+        limit: The tolerances.
+
     Returns:
         The largest relative difference that remains, and the full corrected gradients, flattened,
         by name. The gradients are None if the difference exceeds rounding, or if it is not halved
@@ -503,6 +509,14 @@ def add_trial(
 
     It is unexplained if gradients still differ, fits if only the loss or the update differs, and is
     proven otherwise. Without a fix it is returned unchanged.
+
+    Args:
+        said: The root cause.
+        fix: The fix to try, None without one.
+        evidence: The evidence of all ranks.
+        ranks: The ranks.
+        limit: The tolerances.
+        after: Describes the differences that remain after the fix.
     """
     if fix is None:
         return said

@@ -376,6 +376,11 @@ def order_rounding(
 
     It measures rounding over `_ORDERS` permutations. The rounding of a sum is large relative to the
     sum if its addends cancel.
+
+    Args:
+        model: The reference's model.
+        calls: The recorded forward passes of a step.
+        drawing: Disables the model's random draws.
     """
     sums: list[dict[str, Tensor]] = []
     for seed in range(_ORDERS + 1):  # the first: as they are

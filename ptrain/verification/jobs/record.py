@@ -133,6 +133,10 @@ class ForwardCall:
 class StepRecorder(UpdateRecorder):
     """The record of a step's update, forward passes and parameters in use.
 
+    Args:
+        model: The model, whose forward passes are recorded.
+        holds: This rank's shards of its parameters, by name.
+
     Attributes:
         clip: The factor by which `gradients` are multiplied before the update.
         omitted: Parameters with a gradient that no optimizer took.
@@ -319,6 +323,12 @@ def compare_gradients(
     """Compare gradients as the optimizers receive them. `sides` has the reference first.
 
     A missing gradient is a mismatch, unless the reference's is zero or rounding noise.
+
+    Args:
+        differences: Takes the mismatches.
+        sides: The records of the reference and of the loop.
+        holds: This rank's shards.
+        limit: The tolerances.
     """
     wholes, own = (side.gradients for side in sides)
     expected = {name: gradient for name, gradient in wholes.items() if name in holds}
@@ -407,6 +417,13 @@ def compare_states(
 
     State that is noise, such as that of a key's bias, which has no gradient, is compared relative
     to the state of the other parameters.
+
+    Args:
+        differences: Takes the mismatches.
+        reference: The reference's state tensors, by parameter and key.
+        run: The loop's, by parameter and key.
+        holds: This rank's shards.
+        limit: The tolerances.
     """
     scales = _state_scales(reference)
     for name, tensors in run.items():

@@ -213,6 +213,12 @@ def local_part(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0
     A DTensor shows them by its placements, unless it is a partial sum. A plain tensor is
     replicated, or sharded along the dimensions in which it is smaller, as torch.chunk splits over
     `degree` ranks; `place` is this rank's index.
+
+    Args:
+        whole: The full tensor.
+        tensor: This rank's tensor.
+        degree: The number of ranks that shard a plain tensor.
+        place: The index of this rank among them.
     """
     if tensor.dim() != whole.dim():
         return None
