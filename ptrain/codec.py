@@ -103,6 +103,7 @@ def _codec_of(kind: Any) -> _Codec:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return _Codec(_encode_any, _identity)
+    # By identity: a subclass such as a StrEnum is handled as an enum below.
     if kind in _SCALARS:
         return _Codec(_identity, partial(_require_type, kind))
     if origin in (Union, UnionType):

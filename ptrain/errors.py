@@ -104,7 +104,13 @@ class DoesNotFit(PtrainError):
 
 
 class BrokenSchedule(PtrainError):
-    """A pipeline schedule that cannot run, or does not do the work of one step."""
+    """A pipeline schedule that cannot run, or does not do the work of one step.
+
+    Args:
+        rank: The rank whose action cannot run.
+        action: The action.
+        reason: The reason, as a clause.
+    """
 
     def __init__(self, rank: int, action: object, reason: str) -> None:
         self.rank = rank
@@ -114,7 +120,12 @@ class BrokenSchedule(PtrainError):
 
 
 class BrokenPlan(PtrainError):
-    """A plan step that cannot run at its position in the plan."""
+    """A plan step that cannot run at its position in the plan.
+
+    Args:
+        step: The step.
+        reason: The reason, as a clause.
+    """
 
     def __init__(self, step: object, reason: str) -> None:
         super().__init__(

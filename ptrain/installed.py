@@ -64,6 +64,7 @@ def runs_with(torch: str) -> bool:
     """
     first, refused = (_minor_version(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
     minor = _minor_version(torch)
+    # pip sorts a pre-release before its release, hence below the first bound.
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)
     return first <= minor < refused and not is_early
 

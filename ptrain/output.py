@@ -79,6 +79,7 @@ class _DetachableStream(TextIOWrapper):
                 return  # such as a full disk: this text is lost, later text may be written again
             # From now on all writes of this process to the descriptor succeed.
             null = os.open(os.devnull, os.O_WRONLY)
+            # dup2 keeps the number of the descriptor, which other code and child processes use.
             os.dup2(null, self.fileno())
             os.close(null)
 

@@ -93,7 +93,7 @@ def on_ranks(
         raise refused("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()
     with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
-        (Path(folder) / "logs").mkdir(mode=0o700)  # `launch` expects it in a run folder
+        (Path(folder) / "logs").mkdir(mode=0o700)  # `launch_ranks` expects it in a run folder
         words = [_qualified_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
         ended = _run_python(["-m", "ptrain.testing", *words], timeout, _qualified_name(function))
         if ended.returncode:
@@ -169,6 +169,7 @@ def _run_python(
     """
     process = subprocess.Popen(
         [sys.executable, "-P", *words],
+        # Without the variables of a rank: the test process may itself be one.
         env=environment.non_rank_environment(sys.path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -188,7 +189,7 @@ def _run_python(
 def _end_process(process: subprocess.Popen[str]) -> None:
     """Terminate a process, which ends its ranks, and kill it if it does not end in time.
 
-    If it is killed, the kernel kills its ranks (`rank_start.die_with`).
+    If it is killed, the kernel kills its ranks (`rank_start.die_with_parent`).
     """
     if process.poll() is None:
         process.terminate()

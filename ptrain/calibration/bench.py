@@ -24,7 +24,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.precision import DType
 
 KIB, MIB = 2**10, 2**20
-_ALSO_FACTOR = 4  # `also` may have this many times the operations of the combinations
+_ALSO_FACTOR = 4  # `extra_products` may have this many times the operations of the combinations
 _TINY = (1, 8, 8, 8)  # measures the dispatch of an operator
 
 ProductShape = tuple[int, int, int, int]
@@ -36,18 +36,18 @@ class Points:
     """The shapes and sizes to measure.
 
     Attributes:
-        sides: By dtype, the side lengths whose combinations are the products.
+        side_lengths: By dtype, the side lengths whose combinations are the products.
         flops: By dtype, the most operations of a product; larger ones are left out.
-        also: More products, up to four times as many operations.
+        extra_products: More products, up to four times as many operations.
         attention: Shapes of attention.
         sizes: Bytes of memory-bound operators.
         updates: Elements and number of tensors of an update.
-        sent: Bytes of collectives.
-        copied: Bytes of copies between tiers.
-        most_of_others: Most bytes of operators in dtypes other than the first.
+        collective_sizes: Bytes of collectives.
+        copy_sizes: Bytes of copies between tiers.
+        other_dtypes_max_bytes: Most bytes of operators in dtypes other than the first.
         units: Wrapped units of the modules on which hooks are measured.
         rounds: Rounds of each measurement of hooks.
-        late: Numbers of a layer's passes before a collective.
+        late_passes: Numbers of a layer's passes before a collective.
     """
 
     side_lengths: dict[DType, tuple[int, ...]]
@@ -293,6 +293,7 @@ class Bench:
         if estimate < _SECONDS:
             estimate = self.broadcast_value(self._seconds_per_call(work, 1))
         calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MAX_CALLS))
+        # Short work is repeated within a round; only long single calls get fewer rounds.
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
         # A negative number means the fewest rounds: one broadcast carries both decisions of rank 0.
         number = int(self.broadcast_value(-calls if is_long or self._is_over else calls))
@@ -430,6 +431,7 @@ class Bench:
     def record_median(self, samples: list[float]) -> float:
         """Return the median of the rounds, and record their spread."""
         median = statistics.median(samples)
+        # `quantiles` needs two samples at least; there are FEWEST or more.
         low, _, high = statistics.quantiles(samples, n=4)
         spread = (high - low) / median if median > 0 else 0.0
         self.spreads.setdefault(self.table, []).append(spread)
@@ -456,6 +458,7 @@ class Bench:
 
     def _seconds_per_call_until(self, end: float, work: Work) -> float:
         """Return the CPU seconds of a call times `turns`, repeated until `end`."""
+        # The time of the process includes torch's other threads.
         busy, calls = time.process_time(), 0
         while not calls or time.perf_counter() < end:
             work()

@@ -84,6 +84,7 @@ def pipeline_pass(bench: Bench, rounds: int) -> float:
     def plain() -> None:
         layer(x.clone().requires_grad_()).backward(x)
 
+    # Once before: the first pass allocates gradients.
     for work in (passes, plain):
         work()
     differences = [

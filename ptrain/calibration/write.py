@@ -97,7 +97,7 @@ def parse_options(argv: Sequence[str]) -> CalibrationOptions:
 
 
 def to_argv(options: CalibrationOptions) -> list[str]:
-    """Return the arguments that `parse` reads as these options."""
+    """Return the arguments that `parse_options` reads as these options."""
     words = [options.cluster] if options.cluster else []
     if options.ranks:
         words += ["--ranks", ",".join(map(str, options.ranks))]
@@ -132,7 +132,8 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
-_LOOK = 0.5  # seconds between two reads of the ticks
+# Seconds between two reads of the ticks. Linux counts 100 per second, so one tick is 2 % of a core.
+_LOOK = 0.5
 _STAT = Path("/proc/stat")
 
 
@@ -455,6 +456,7 @@ def calibrate(options: CalibrationOptions) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept with its logs if `launch` raises
     parts: list[MeasuredPart] = []
     numbers = options.ranks or _default_ranks(options)
+    # Not a monotonic clock: its origin may differ in the processes of the ranks.
     until = time.time() + options.seconds
     for place, number in enumerate(numbers):
         part = folder / str(number) / "part.json"
@@ -487,6 +489,8 @@ def _next_end(numbers: tuple[int, ...], end: float) -> float:
     A single rank has no collectives, and ranks that share cores need longer for the same points.
     Every job also needs time to start and to end.
     """
+    # The end of each job is set when it begins, so that time that one job leaves is used by the
+    # next.
     weights = [max(1.0 if number == 1 else _SENDING, number / cores()) for number in numbers]
     now = time.time()
     return now + (end - now) * weights[0] / sum(weights) - _ENDING

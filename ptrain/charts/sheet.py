@@ -209,6 +209,8 @@ def luminance(colour: str) -> float:
 
 def _linear_channel(value: float) -> float:
     """Return the linear intensity of an sRGB channel, both from 0 to 1."""
+    # The threshold of IEC 61966-2-1. WCAG 2.1 has 0.03928, which is the same for channels of 8
+    # bits.
     return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
 

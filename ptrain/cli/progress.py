@@ -26,7 +26,7 @@ def show_progress(what: str) -> Iterator[Callable[..., None]]:
         number of all parts, and the current activity.
 
     Example:
-        >>> with progress("deriving") as step:
+        >>> with show_progress("deriving") as step:
         ...     step(1, 10, "deriving the second candidate")
     """
     state: dict[str, Any] = {"description": what, "completed": 0, "total": None}

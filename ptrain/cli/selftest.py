@@ -58,7 +58,7 @@ _LOSS_SECTIONS = ("model", "precision", "batch", "optimizer", "data", "train", "
 # differ by some units in the last place. AdamW's first updates are near the sign of the gradient,
 # which makes such differences larger.
 _LIMITS = {2: 2e-2, 4: 1e-4, 8: 1e-9}
-_CALIBRATION_SECONDS = 100
+_CALIBRATION_SECONDS = 100  # the default of `ptrain calibrate`
 _SIZES = (
     ("gpt2-124m", "batch.micro=8", "batch.sequence=1024"),
     ("gpt2-774m", "batch.micro=4", "batch.sequence=1024"),
@@ -75,7 +75,8 @@ class SpecResult:
     Attributes:
         holds: The verdict on memory and traffic.
         seconds: The wall time of the training and of a new reference.
-        apart: The largest relative difference of a loss from the reference; None if not compared.
+        difference: The largest relative difference of a loss from the reference. None: not
+            compared.
         limit: The allowed relative difference of a loss.
         error: The reason why the training failed; empty if it ended.
     """

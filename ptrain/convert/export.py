@@ -75,7 +75,7 @@ def write_adapters(
         folder or hub name that the class was loaded from ("" if unknown).
 
     Raises:
-        SpecError: The model has no adapters, or cannot be built (`SavedModel.built`).
+        SpecError: The model has no adapters, or cannot be built (`SavedModel.build`).
     """
     module, _ = saved.build(allow_import=allow_import)
     module.load_state_dict(saved.load(saved.parameters), strict=False)
@@ -106,6 +106,8 @@ def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
             path, _, attribute = name.rpartition(".")
+            # The layer of PEFT is replaced by the layer in it, so that names and classes are the
+            # published ones.
             setattr(adapted.get_submodule(path), attribute, layer.get_base_layer())
     delattr(adapted, _CONFIG)
     adapted.save_pretrained(to)
@@ -149,7 +151,7 @@ class PublishedConfig:
     """The config of a published architecture.
 
     Attributes:
-        kind: The architecture, one of `spec.published.kinds()`.
+        kind: The architecture, a key of `spec.published.load_kinds()`.
         config: The content of config.json.
         unsaid: Keys of the spec that change the computation and that this config cannot express.
     """
@@ -387,11 +389,13 @@ def export_checkpoint(
         unsaid, write = form.unsaid, partial(_write_model, saved, form)
     else:
         write = partial(write_adapters, saved, how=adapters, allow_import=allow_import)
+    # In the same folder, because a rename across file systems is not atomic.
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
         architecture, tensors, size, base = write(unfinished)
         copied = tuple(_copy_tokenizer(spec, base, unfinished))
+        # Last, so that a folder with this name is complete.
         unfinished.rename(to)
     except OSError as error:
         raise refused("--to", f"{to} cannot be written: {error}", "Use another folder.") from error

@@ -117,6 +117,7 @@ class SavedModel:
             for name, entry in entries.items()
         }
         with checkpoint.suppress_single_process_warning():
+            # `dcp.load` fills these tensors in place; it reshards what several ranks have saved.
             dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
         return tensors
 
@@ -256,6 +257,7 @@ class TextGenerator:
             raise refused("--score", "the text has fewer than two tokens", "Use a longer text.")
         self._require_known(tokens)
         sums = sum(self._losses(tokens))
+        # Bits per byte compare models with different tokenizers.
         number, size = len(tokens) - 1, len(text.encode())
         return TextScore(tokens=number, loss=sums / number, bits=sums / math.log(2) / size)
 

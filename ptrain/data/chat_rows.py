@@ -499,6 +499,7 @@ def _fit_samples(
     Samples with the separator are left out if rows are packed.
     """
     cut = [sample if len(sample.tokens) <= width else sample.truncate(width) for sample in samples]
+    # The first token of a row is never predicted.
     learned = [sample for sample in cut if sample.is_target[1:].any()]
     kept = [
         sample
@@ -574,6 +575,7 @@ def pack_sizes(sizes: Sequence[int], room: int) -> list[list[int]]:
     """
     bins: list[list[int]] = []
     left: list[int] = []
+    # First-fit decreasing needs at most 11/9 of the fewest possible groups, plus 6/9 (Dósa, 2007).
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         size = sizes[number]
         place = next((n for n, rest in enumerate(left) if size <= rest), len(bins))

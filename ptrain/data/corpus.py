@@ -38,7 +38,9 @@ from ptrain.spec.job import DataSource, DataSpec, cycle_quotas
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 
-_ROUNDS = 6  # of the Feistel network
+# Rounds of the Feistel network. Luby and Rackoff prove that four rounds of pseudo-random functions
+# cannot be distinguished from a random permutation; the halves of small ranges have few bits.
+_ROUNDS = 6
 _MASK = 2**64 - 1  # arithmetic modulo 2**64, as in splitmix64
 
 
@@ -61,6 +63,7 @@ def permute(place: int, size: int, key: int) -> int:
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits of each half of the network
     mask = (1 << half) - 1
+    # The network's range is at most four times the size, so four passes suffice on average.
     while True:
         left, right = place >> half, place & mask
         for number in range(_ROUNDS):
@@ -72,6 +75,7 @@ def permute(place: int, size: int, key: int) -> int:
 
 def splitmix64(number: int) -> int:
     """Return the splitmix64 hash of a number: each bit of the result depends on all of its bits."""
+    # Constants of splitmix64.c by Sebastiano Vigna (Steele, Lea and Flood, 2014).
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
@@ -467,6 +471,7 @@ def _cycle_order(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64],
     whose = np.repeat(np.arange(len(quotas)), quotas)
     turns = np.concatenate([np.arange(quota) for quota in quotas])
     drawn = np.array([splitmix64(splitmix64(seed) + n) / 2**64 for n in range(len(quotas))])
+    # Stable: equal positions have the same order on every machine.
     order = np.argsort((turns + drawn[whose]) / np.asarray(quotas)[whose], kind="stable")
     return whose[order], turns[order]
 
@@ -510,13 +515,8 @@ def _open_tokens(data: DataSpec) -> Corpus | Mixture:
         raise refused(
             "data.tokenizer",
             f"unknown tokenizer {data.tokenizer!r}",
-            "Use "
-            "`data.tokenizer=bytes`. "
-            "For another "
-            "tokenizer, run "
-            "`ptrain "
-            "tokenize` and "
-            "set `data.path`.",
+            "Use `data.tokenizer=bytes`. For another tokenizer, run `ptrain tokenize` and set "
+            "`data.path`.",
         )
     match data.corpus:
         case "python-docs":

@@ -171,6 +171,7 @@ def local_batch(
     """
     if batch.padding:
         assert labels is not None, "padding needs labels"
+        # At the end, so that a causal model's other outputs do not depend on the padding.
         tokens = F.pad(tokens, (0, batch.padding))
         labels = F.pad(labels, (0, batch.padding), value=IGNORED)
     every = batch.global_samples * batch.sequence

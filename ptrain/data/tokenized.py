@@ -577,7 +577,7 @@ class GrowingArray:
             "fortran_order": False,
             "shape": (self._entries, *self._shape),
         }
-        npy.write_array_header_1_0(self._file, content)
+        npy.write_array_header_1_0(self._file, content)  # the same length each time
         self._file.flush()
 
 

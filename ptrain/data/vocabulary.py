@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ptrain.errors import Fault, library, refused
 from ptrain.models.boundary import convert_exceptions
 
-BOS, EOS, PAD = 256, 257, 258
+BOS, EOS, PAD = 256, 257, 258  # after the 256 values of a byte
 VOCAB = 259
 
 

@@ -65,6 +65,7 @@ class WaitMeter(OperatorMode):
         self._seconds: dict[Axes, float] = dict.fromkeys(axes_by_group.values(), 0.0)
         self._originals: dict[tuple[type, str], Any] = {}
         self._inside_call = False
+        # Weak: a reference would keep a work and its tensors alive after the wait.
         self._issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._unwaited: dict[int, Axes] = {}
         self._numbers = itertools.count(1)
@@ -115,6 +116,7 @@ class WaitMeter(OperatorMode):
         """Wrap a process-group method: add its duration and remember the work that it returns."""
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            # Only the outermost call is timed: its seconds contain those of calls inside.
             axes, outer = self._axes_of(group), self._inside_call
             if axes is None:
                 return original(group, *args, **kwargs)
@@ -164,7 +166,7 @@ class WaitMeter(OperatorMode):
         """Start the clock when backward computation has ended.
 
         Autograd runs queued callbacks in order: this one, the reducer's (queued by then), and
-        `_reduced`, which is queued here and therefore runs after the reducer's.
+        `_stop_reducer_clock`, which is queued here and therefore runs after the reducer's.
         """
         self._began_at, self._waited_before = time.perf_counter(), sum(self._seconds.values())
         call_after_backward(self._stop_reducer_clock)
@@ -206,6 +208,7 @@ class WaitMeter(OperatorMode):
         seconds = time.perf_counter() - began
         name = function._schema.name.split("::")[1]
         if name == "wait_tensor":
+            # By storage, because the waiting code may have another tensor object of the result.
             axes = self._functional.pop(args[0].untyped_storage(), None)
             if axes is not None:
                 self._add_seconds(axes, seconds)

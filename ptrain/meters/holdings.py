@@ -83,7 +83,7 @@ def gradients(program: Program) -> Iterator[Holding]:
 def optimizer_state(program: Program) -> Iterator[Holding]:
     """Yield the optimizer state that this rank stores, and the loss scaler's state.
 
-    Step counters are left out; see `counters`.
+    Step counters are left out; see `update_counts`.
     """
     for target, tensors in program.update.tensors():
         for key, stored in tensors.items():
@@ -125,6 +125,7 @@ def update_counts(program: Program) -> dict[str, int]:
             counts.append(local_tensor(count).to(torch.float64).reshape(()))
     if not counts:
         return {}
+    # The counters of torch's optimizers may be on different devices, and `stack` needs one.
     values = torch.stack([count.cpu() for count in counts]).tolist()
     return dict(zip(names, map(int, values), strict=True))
 
@@ -242,6 +243,8 @@ def _unit_parts(
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
+    # A shard may begin and end inside a tensor, so each tensor has the overlap of its range with
+    # the shard's.
     for first, last in cuts.shard_ranges(cut):
         for (name, parameter), size, end in zip(named, sizes, ends, strict=True):
             low, high = max(end - size, first), min(end, last)

@@ -127,6 +127,7 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
                 _normalized_address(connection.getsockname()),
                 _normalized_address(connection.getpeername()),
             )
+            # 256 bytes are more than `_LENGTH`; a kernel returns as many bytes as its struct has.
             if len(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) < _LENGTH:
                 raise _NotMeasurableError(
                     "this kernel does not count the bytes sent on a connection"
@@ -150,6 +151,7 @@ def _sockets_of_group(
     listening = [_published_address(group, rank) for rank in range(group.size())]
     own = listening.pop(group.rank())
     names = [name for name, (here, there) in ends.items() if here == own or there in listening]
+    # gloo connects each pair of ranks once; either end may have connected.
     if len(names) != len(listening):
         raise _NotMeasurableError(
             f"expected {len(listening)} connections of the group {group.group_name}, found "
@@ -188,6 +190,7 @@ def _normalized_address(name: tuple[str | int, ...]) -> Address:
 
 def _tcp_connections() -> Iterator[tuple[str, socket.socket]]:
     """Yield every TCP connection of this process, as a duplicate that is closed after its use."""
+    # A descriptor may be closed between the listing and its use, hence `suppress`.
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -208,6 +211,7 @@ def _sent_bytes(connection: socket.socket) -> int:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     sent, again = _SENT[0].unpack_from(info, _SENT[1])
     (waiting,) = _NOT_SENT[0].unpack_from(info, _NOT_SENT[1])
+    # The kernel counts a segment when it is sent, and each retransmission again.
     return int(sent) - int(again) + int(waiting)
 
 
@@ -255,6 +259,8 @@ class WrappedModule:
             for group in parameter_groups(module)
             for part in group.fsdp_params
         ]
+        # The attribute exists after the first all-gather
+        # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, torch 2.13).
         gathered = [getattr(part, "_unsharded_param", None) for part in parts]
         return [part.sharded_param for part in parts], [
             parameter for parameter in gathered if parameter is not None
@@ -283,6 +289,7 @@ class WrappedModule:
                 names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
                 for dim in range(mesh.ndim):
                     axes_of[mesh.get_group(dim).group_name] = (names[dim],)
+        # `setdefault`: names of mesh dimensions have precedence.
         for group in _process_groups():
             axes_of.setdefault(group.group_name, (_group_label(group),))
         return axes_of

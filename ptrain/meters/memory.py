@@ -135,6 +135,7 @@ class MemoryMeter(Ledger):
         self._resizable: set[int] = set()
         self._inner: set[int] = set()
         self._after_collective = False
+        # Weak: the meter must not keep alive the tensors whose release it waits for.
         self._communicated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._newborn: dict[int, int] = {}
         self._dead: list[tuple[int, int]] = []
@@ -265,6 +266,7 @@ class MemoryMeter(Ledger):
         The wait ends after `_LONGEST_RELEASE_SECONDS`: a collective may still be running.
         """
         waiting = self._communicated
+        # Declared storages stay alive, so waiting for them would always last the full time.
         waiting.difference_update(storage_of(tensor) for _, tensor in self._program.storages())
         self._communicated = weakref.WeakSet()
         give_up = time.monotonic() + (_LONGEST_RELEASE_SECONDS if self._waits else 0)
@@ -316,6 +318,8 @@ class MemoryMeter(Ledger):
                 host_bytes=sizes[state][Tier.HOST],
                 file_bytes=sizes[state][Tier.FILE],
             )
+            # In a pipeline, backward passes begin with different numbers of micro-batches in
+            # flight.
             most = self._footprints.get(state)
             if state is State.ACTIVATIONS and most and most.device_bytes > footprint.device_bytes:
                 continue
@@ -373,6 +377,8 @@ class MemoryMeter(Ledger):
 def _reachable_storages() -> Iterator[torch.UntypedStorage]:
     """Yield the storages of all tensors that Python can reach. Costs about 0.1 s."""
     for thing in gc.get_objects():
+        # `isinstance` reads `__class__`, which runs code of proxies and mocks. Sparse tensors have
+        # no storage.
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
             yield storage_of(thing)
 
@@ -455,6 +461,8 @@ class RoleFinder(OperatorMode):
         super().__enter__()
         self._declare()
         self._stack.enter_context(add_listeners(self._program.gradient_observers, self))
+        # Hooks of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
+        # optimizer per unit and rule.
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
         modules = self._program.model.named_modules()

@@ -37,7 +37,7 @@ _NUM_OTHER_SUMS = 3  # choices that found no place, entropy of all tokens, token
 
 
 class RoutingMeter:
-    """The meter that counts expert choices on one rank; `summed` and `histogram` join the ranks."""
+    """The meter of a rank's expert choices. `sum_routing` and `sum_histograms` add the ranks."""
 
     def __init__(self, program: Program) -> None:
         self._gates = dict(_modules_by_layer(program, Gate))
@@ -99,6 +99,7 @@ class RoutingMeter:
         """Return the sums of a layer, zeros on its first use."""
         if layer not in self._sums:
             size = self._numbers[layer] + _NUM_OTHER_SUMS
+            # fp64 counts exactly up to 2^53, and also holds the entropy.
             self._sums[layer] = torch.zeros(size, dtype=torch.float64, device=device)
         return self._sums[layer]
 

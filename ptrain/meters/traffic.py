@@ -283,7 +283,7 @@ def group_of(tree: Any) -> dist.ProcessGroup:
     raise AssertionError("the collective has no process group")
 
 
-# c10d::ReduceOp::RedOpType in its numeric order.
+# c10d::ReduceOp::RedOpType in its numeric order (torch/csrc/distributed/c10d/Types.hpp, 2.13).
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 # Point-to-point calls: the two ranks issue different ones.
 _BETWEEN_TWO = ("send", "isend", "recv_", "irecv", "recv_any_source_", "batch_p2p_ops")
@@ -531,7 +531,7 @@ class CollectiveCounter:
         self._ring = flight_recorder_size()
         self._next = 0
         self._num_issued = self._seen = _num_issued()
-        # most collectives between two calls of `look` that the ring could hold
+        # most collectives between two calls of `read_if_wanted` that the ring could hold
         self._most_per_step = 0
         self._began = self._ended = 0.0  # start and end of the last read
         self.read()

@@ -152,8 +152,8 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
         ranks: The number of ranks of the job; as many as possible are on each node.
 
     Returns:
-        None if the rates were not measured for this number of ranks per node; `lacking` has the
-        reason.
+        None if the rates were not measured for this number of ranks per node.
+        `missing_rates_reason` returns the reason.
     """
     if cluster is None or cluster.rates is None or missing_rates_reason(cluster, ranks):
         return None

@@ -48,6 +48,7 @@ def bus_factor(collective: Collective, ranks: int) -> float:
     """
     match collective:
         case Collective.ALL_REDUCE:
+            # A reduce-scatter and an all-gather.
             return 2 * (ranks - 1) / ranks
         case Collective.BROADCAST | Collective.REDUCE | Collective.SEND:
             return 1.0

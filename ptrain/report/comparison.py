@@ -249,7 +249,7 @@ def find_violations(comparison: RecordComparison, limits: Sequence[Limit]) -> li
 
     Args:
         comparison: The compared records.
-        limits: The limits, from `limits`.
+        limits: The limits, from `parse_limits`.
 
     Raises:
         SpecError: If neither side has a figure that a limit names, since the limit would check
@@ -358,7 +358,7 @@ def as_record(comparison: RecordComparison, failures: Sequence[str]) -> dict[str
 
     Args:
         comparison: The compared records.
-        failures: The sentences of `exceeded`.
+        failures: The sentences of `find_violations`.
     """
     return {
         "base": comparison.base,
@@ -457,6 +457,7 @@ def _difference_text(row: ComparedFigure) -> str:
 
 def _percent_text(relative: float) -> str:
     """Return a relative change with a sign; tiny ones with one significant digit."""
+    # From 0.0005 on, one digit after the point is not 0.0 %.
     return f"{relative:+.1%}" if abs(relative) >= 0.0005 else f"{100 * relative:+.1g}%"
 
 

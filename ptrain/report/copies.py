@@ -130,7 +130,7 @@ def find_equal_generators(
     """Yield a mismatch for each rank whose generator equals one at a different place.
 
     Ranks at one place draw the same random numbers, and ranks at different places draw different
-    ones. `differing` finds generators that differ within one place.
+    ones. `find_differing_replicas` finds generators that differ within one place.
 
     Args:
         places: The place and the digest of each rank's generator; None for a rank without one.

@@ -379,7 +379,7 @@ def _chosen_settings(spec: Spec, *, named: bool = False) -> tuple[str, str, str,
 
 
 def _placement_cells(spec: Spec) -> tuple[str, str, str, str]:
-    """Return the parts of `_chosen` as cells of a table, with the names of tuples."""
+    """Return the parts of `_chosen_settings` as cells of a table, with the names of tuples."""
     words, batch, kept, dials = _chosen_settings(spec, named=True)
     return words or "one device", batch, kept, ", ".join(dials)
 

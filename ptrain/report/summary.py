@@ -74,7 +74,7 @@ def training_summary(
     Args:
         exact: The prediction.
         measured: The measurement.
-        checks: The comparison of the two (`report.record.compare`).
+        checks: The comparison of the two (`report.record.compare_estimates`).
         torch: The version of torch, for the verdict's claim.
         wire: Rows of bytes on the wire; by default derived from the two estimates.
         step_seconds: The measured time, shown next to the predicted one.

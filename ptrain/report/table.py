@@ -121,7 +121,8 @@ def render_table(columns: Sequence[TableColumn], width: int | None = None) -> st
         The lines, without trailing blanks.
 
     Example:
-        >>> print(render([name_column("state", ["theta"]), TableColumn("bytes", cells=["12 B"])]))
+        >>> columns = [name_column("state", ["theta"]), TableColumn("bytes", cells=["12 B"])]
+        >>> print(render_table(columns))
         state  bytes
         theta   12 B
     """
@@ -235,7 +236,7 @@ def memory_span(lower: int | None, upper: int | None) -> str:
 
 
 def lower_bounds(rows: Sequence[Footprint]) -> Largest:
-    """Return bytes by state and tier like `largest`, from the lower bounds of device memory."""
+    """Return bytes by state and tier like `largest_bytes`, from lower bounds of device memory."""
     return largest_bytes([replace(row, device_bytes=lower_bytes(row)) for row in distinct(rows)])
 
 

@@ -15,7 +15,7 @@ from ptrain.train.rank_start import begin_rank  # imported once the current fold
 if __name__ == "__main__":
     begin_rank()
 
-# These import torch, so `begin` comes first: it reports a missing or unsupported torch.
+# These import torch, so `begin_rank` comes first: it reports a missing or unsupported torch.
 from ptrain.train.options import parse_options
 from ptrain.train.rank_exit import run_and_exit
 from ptrain.train.session import train_rank

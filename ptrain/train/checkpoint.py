@@ -96,7 +96,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
         )
     if program.world.is_first:
         _commit_checkpoint(program, temporary, final, step, answers)
-    exchange.barrier()
+    exchange.barrier()  # before any rank ends or looks for the final folder
     return final
 
 
@@ -106,7 +106,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     Args:
         program: The program to fill.
         folder: The checkpoint.
-        verified: Its manifest, from `verify`.
+        verified: Its manifest, from `verify_files`.
         exchange: The exchange of the ranks.
 
     Raises:
@@ -179,7 +179,7 @@ def _write_tensors(program: Program, folder: Path) -> None:
     state = program.state_dict()
     strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
-    writer = FileSystemWriter(folder, overwrite=False)
+    writer = FileSystemWriter(folder, overwrite=False)  # the default is True (torch 2.13)
     with suppress_single_process_warning():
         dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
 
@@ -431,7 +431,7 @@ def fingerprint_file(path: Path, blocks: int) -> tuple[int, str, int]:
 def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a finding for each key whose data differs.
 
-    Keys on one side only are left out: the spec was changed, which `manifest.warnings` reports.
+    Keys on one side only are left out: `manifest.difference_lines` reports the changed spec.
     """
     findings = []
     for name in sorted(was.keys() & now.keys()):

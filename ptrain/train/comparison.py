@@ -53,7 +53,7 @@ class SpecVariant:
 
     Attributes:
         spec: The variant.
-        does: A clause that describes the wrapper.
+        behavior: A clause that describes the wrapper.
         words: The setting to write, for a spec.
     """
 
@@ -292,6 +292,7 @@ def _add_cause(
     cause, explained = "", frozenset[str]()
     for other in spec_variants(spec):
         predicted = _predict_variant(other, facts)
+        # Recounted for each variant: some have Θ = M, others do not.
         left = _failed_checks(checks_of(predicted, _recount_masters(seen, predicted)))
         names = differed - left
         # It must explain all figures, or break none and explain the three of one kind of call.

@@ -39,9 +39,13 @@ from ptrain.train.heading import rank_stage_texts
 from ptrain.train.options import Options
 
 BACKEND = "ptrain"
-_WAIT = timedelta(seconds=60)  # torch's default, in which the first agent opens the store
+# The first agent opens the store in this time. It is the default of read_timeout in
+# torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py (torch 2.13).
+_WAIT = timedelta(seconds=60)
 
 
+# torch's registry rejects a second creator for the name c10d (`register` in
+# torch/distributed/elastic/rendezvous/api.py, torch 2.13).
 class _Backend(C10dRendezvousBackend):
     """torch's c10d backend, registered under another name."""
 
@@ -149,6 +153,7 @@ def launch_agent(settings: Options) -> int:
     """
     spec = resolve_auto(load(settings.spec, settings.overrides))
     config = LaunchConfig(
+        # A fixed number: the mesh has one world size, so fewer nodes cannot train.
         min_nodes=settings.nnodes,
         max_nodes=settings.nnodes,
         nproc_per_node=_ranks_per_node(spec.world_size, settings.nnodes),
@@ -159,6 +164,7 @@ def launch_agent(settings: Options) -> int:
         max_restarts=settings.max_restarts,
     )
     register_backend()
+    # The agent reads the variable when it joins the rendezvous, and its ranks inherit it.
     environment.allow_agent_restarts()
     try:
         # -P keeps the current folder off the path of the ranks.
@@ -187,6 +193,8 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
 
 def _root_cause(error: ChildFailedError) -> tuple[int, str]:
     """Return the rank and message of the first failure on this node that no other rank caused."""
+    # torch records whole seconds (torch/distributed/elastic/multiprocessing/errors/__init__.py,
+    # torch 2.13), so a victim may come before its root cause: the messages decide.
     failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
     messages = [(rank, _message_text(failure.message)) for rank, failure in failures]
     return next((pair for pair in messages if not is_victim(pair[1])), messages[0])

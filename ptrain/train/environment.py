@@ -30,6 +30,7 @@ RECORDED = (
     "SLURM_JOB_ID",
     "SLURM_NNODES",
 )
+# A child process that inherits these would be taken for a rank (`is_launched`).
 _RANK_VARIABLES = RECORDED[:6]
 RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
 
@@ -131,10 +132,13 @@ def rank_environment(
         MASTER_PORT=str(meeting.port),
         TORCHELASTIC_ERROR_FILE=str(error_file),
         PYTHONPATH=_python_path(environment),
+        # A report of a failure quotes the last lines of the log, also of a rank that was killed.
         PYTHONUNBUFFERED="1",
     )
     if rank == 0:
+        # Only rank 0 opens the store; the others connect to it.
         environment["PTRAIN_STORE_FD"] = str(meeting.descriptor)
+    # By default, torch starts one thread per core in each rank.
     environment.setdefault("OMP_NUM_THREADS", threads_per_rank(world_size))
     environment.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's lines about USDT
     interfaces = {name for _, name in socket.if_nameindex()}
@@ -161,6 +165,7 @@ def ptrain_environment() -> dict[str, str]:
 
 def exec_module(module: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by one that runs a module of this installation of ptrain."""
+    # `execve` discards the buffers of this process.
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", module, *argv], ptrain_environment())
 
@@ -172,6 +177,7 @@ def allow_agent_restarts() -> None:
     """
     # Read in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # As torchrun does (torch/distributed/run.py, torch 2.13); `elastic_launch` does not.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -29,17 +29,25 @@ from ptrain.runtime.world import World
 
 Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every rank
 
-_LENGTH = struct.Struct("=Q")  # the number of bytes that follow
+# The number of bytes that follow, in native byte order: both ends are on one host.
+_LENGTH = struct.Struct("=Q")
 # The other ranks wait longer than rank 0: its message, which names the silent rank, comes first.
 _FOLLOWER_FACTOR = 1.25
 
 
 class PeerConnection:
-    """A connection to another rank, which is lost after `seconds` of silence."""
+    """A connection to another rank, which is lost after some seconds of silence.
+
+    Args:
+        connected: The socket, which is closed with the connection.
+        rank: The other rank.
+        seconds: The silence after which the other rank counts as lost.
+    """
 
     def __init__(self, connected: socket.socket, rank: int, seconds: float) -> None:
         self.rank, self._seconds, self._socket = rank, seconds, connected
         connected.settimeout(seconds)
+        # `recv` may return fewer bytes than requested; `read` of a file waits for all of them.
         self._file = connected.makefile("rb")
 
     def send(self, data: bytes) -> None:
@@ -83,7 +91,13 @@ class PeerConnection:
 
 
 class HostGroup:
-    """A star of connections: rank 0 is connected to each other rank, in the order of ranks."""
+    """A star of connections: rank 0 is connected to each other rank.
+
+    Args:
+        rank: This rank.
+        joined: On rank 0 the connections to all other ranks, in the order of ranks; on any other
+            rank the connection to rank 0.
+    """
 
     def __init__(self, rank: int, joined: Sequence[PeerConnection]) -> None:
         self._is_first, self._joined = rank == 0, tuple(joined)
@@ -114,6 +128,8 @@ class HostGroup:
             (first,) = self._joined
             first.send(data)
             return _split_rows(first.receive())
+        # The others send before they receive, and rank 0 receives before it sends, so no two ends
+        # wait for each other.
         rows = [data, *(other.receive() for other in self._joined)]
         everything = _join_rows(rows)
         for other in self._joined:
@@ -144,6 +160,7 @@ def connect_ranks(rank: int, size: int, seconds: float, gather: Gather) -> HostG
 def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | None:
     """Accept the other ranks, as rank 0. Until then they wait in the queue of the socket."""
     with ExitStack() as opened:
+        # The folder of the socket is removed on return: only connecting needs its path.
         listener = _open_listener(opened, size, seconds)
         gather("" if listener is None else listener.getsockname())
         have_joined = gather(listener is not None)  # all ranks must agree on the use of sockets
@@ -155,6 +172,7 @@ def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | Non
                 joined = PeerConnection(listener.accept()[0], -1, seconds)  # sends its rank first
                 failing.callback(joined.close)
                 joined.rank = int(joined.receive())
+                # Connections arrive in any order, so each rank sends its number.
                 by_rank[joined.rank] = joined
             failing.pop_all()
         return HostGroup(0, [by_rank[rank] for rank in range(1, size)])
@@ -184,6 +202,7 @@ def _open_listener(opened: ExitStack, size: int, seconds: float) -> socket.socke
         listener = opened.enter_context(socket.socket(socket.AF_UNIX))
         listener.settimeout(seconds)
         listener.bind(str(Path(folder) / "ranks"))
+        # The queue must hold all ranks: rank 0 accepts them after all have connected.
         listener.listen(size)
         return listener
     return None
@@ -219,7 +238,14 @@ def _split_rows(data: bytes) -> list[bytes]:
 
 
 class Exchange:
-    """The group of all ranks of a world, on the CPU. With one rank, it returns its arguments."""
+    """The group of all ranks of a world, on the CPU. With one rank, it returns its arguments.
+
+    All ranks must create it, and call its methods in the same order.
+
+    Attributes:
+        world: The ranks.
+        group: The gloo group. None: there is one rank.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -228,6 +254,7 @@ class Exchange:
         if world.size > 1:
             waits = timedelta(seconds=world.timeout.step)
             self.group = dist.new_group(backend="gloo", timeout=waits, group_desc="ptrain exchange")
+            # `gather` uses the gloo group as long as `_host` is not set.
             self._host = connect_ranks(world.rank, world.size, world.timeout.step, self.gather)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -262,6 +289,7 @@ class Exchange:
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+        # A gather returns on a rank only after all ranks have sent.
         self.gather(None)
 
     def close(self) -> None:
@@ -274,6 +302,7 @@ class Exchange:
     def _gather_numbers(self, group: dist.ProcessGroup, values: list[float]) -> list[list[float]]:
         """Return the numbers of all ranks."""
         if self._host is not None:
+            # The bits of fp64: all ranks must add equal numbers and take equal branches.
             numbers = struct.Struct(f"={len(values)}d")
             return [list(numbers.unpack(row)) for row in self._host.gather(numbers.pack(*values))]
         with disable_modes():  # so that the meters do not see these tensors

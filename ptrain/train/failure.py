@@ -24,7 +24,8 @@ from ptrain.train import environment
 from ptrain.train.folder import RunFolder
 from ptrain.train.rank_start import die_with_parent
 
-# Exit codes of a deliberate end: done, a verdict, wrong input, a check, SIGINT, SIGTERM.
+# Exit codes of a deliberate end: done, a verdict, wrong input, a check, SIGINT, SIGTERM. 3 is
+# missing: a rank with RankFailed may be a victim.
 ORDERLY = (0, 1, 2, 4, 130, 143)
 STOPPED_FOR = 5.0  # seconds after which a stopped rank counts as failed
 
@@ -58,6 +59,7 @@ def find_failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
         now: The current time (monotonic). A rank that was stopped for too long counts as failed.
     """
     failed = [failure for rank in ranks if (failure := _classify_exit(rank, now))]
+    # A rank that is stopped has not ended: it counts as noticed now.
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
@@ -169,6 +171,8 @@ def _last_lines(rank: Rank, num_lines: int) -> list[str]:
     """Return the last lines of a rank's log, without torch's C++ frames."""
     try:
         with rank.log.open("rb") as file:
+            # 12 lines of 160 characters need 2 KiB. The rest is for the C++ frames that are left
+            # out.
             file.seek(max(0, rank.log.stat().st_size - 8192))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -261,6 +265,8 @@ def start_ranks(
     """
     for rank in range(num_ranks):
         try:
+            # Yielded one by one, so that the caller can end the ranks before one that cannot be
+            # started.
             yield _start_rank(words, rank, num_ranks, meeting, folder, output, inherited)
         except OSError as error:
             raise RankFailed(f"error: rank {rank} cannot be started: {error}") from error
@@ -281,6 +287,7 @@ def end_ranks(ranks: Sequence[Rank], grace: float = 3.0) -> None:
     wait_for_ranks(ranks, grace)
     for rank in ranks:
         rank.send_signals(signal.SIGKILL)
+    # A process that is blocked in a driver or a file system may not end at all.
     wait_for_ranks(ranks, 10.0)
 
 
@@ -303,6 +310,7 @@ def wait_for_ranks(ranks: Iterable[Rank], seconds: float) -> bool:
             return True
         if time.monotonic() >= deadline:
             return False
+        # The shortest wait of a caller is 0.3 s.
         time.sleep(0.02)
 
 
@@ -323,6 +331,7 @@ def _start_rank(
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *words],  # -P: without the current folder
             env=environment.rank_environment(rank, num_ranks, meeting, error_file),
+            # Several ranks cannot share the input of a terminal.
             stdin=subprocess.DEVNULL,
             stdout=output if rank == 0 else descriptor,
             stderr=descriptor,
@@ -331,5 +340,6 @@ def _start_rank(
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
     finally:
+        # The process has a copy.
         os.close(descriptor)
     return Rank(rank, process, log, error_file)

@@ -73,10 +73,10 @@ class NonFiniteTensor:
 class FiniteGuard:
     """The check of each step: no update is applied unless loss and gradients are finite.
 
-    If the host runs ahead of its device, the ranks agree on the device (`train.look`). `figures`
-    raises when the next step has been launched, whose update the device skips, too. By then the
-    gradients are freed, so the step is recomputed from its parameters, which have not changed, to
-    name the tensor.
+    If the host runs ahead of its device, the ranks agree on the device (`train.look`).
+    `read_figures` raises when the next step has been launched, whose update the device skips, too.
+    By then the gradients are freed. To name the tensor, the step is recomputed from its parameters,
+    which have not changed.
 
     If backward updates (G = M), no unit waits for the other ranks. A rank reads one value per unit,
     and skips the update of the first unit whose reduced gradient is not finite and of all later
@@ -124,7 +124,7 @@ class FiniteGuard:
             norm: The result of `Program.reduce`.
 
         Raises:
-            TrainingStopped: As `figures`, unless figures are late.
+            TrainingStopped: As `read_figures`, unless figures are late.
         """
         if self._sums is not None:
             return self._sums.start_check(share, norm)
@@ -188,6 +188,8 @@ class FiniteGuard:
         firsts, failures = ([its for its in answer if its] for answer in zip(*answers, strict=True))
         self._is_repeated, first = not failures, ""
         if firsts:
+            # Lists compare in the order of their items: micro-batch, pass, stage, number of the
+            # value.
             number, *_, place, values, _ = least = min(firsts)
             ranks = [str(its[-1]) for its in firsts if its[:5] == least[:5]]
             micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
@@ -281,6 +283,8 @@ class _NonFiniteFinder:
         self.failure: list[Any] = []  # after how many seconds, rank, words
         self._program, self._pass, self._number = program, Phase.FORWARD, 0
         self._orders: Counter[int] = Counter()  # values so far, by micro-batch
+        # Keyed by identity, because `==` compares the elements of tensors. Weak, so that
+        # all-gathered parameters are freed as in the step.
         self._hooks, self._hooked = ExitStack(), WeakTensorKeyDictionary()
         self._began = time.monotonic()
 
@@ -298,7 +302,9 @@ class _NonFiniteFinder:
         """
         program = self._program
         with self._hooks as hooks:
+            # Pushed first, so that it runs last: the observers are restored in any case.
             hooks.push(self._record_failure)
+            # The meters would count the recomputed step.
             for observers in (program.observers, program.gradient_observers):
                 hooks.callback(observers.__setitem__, slice(None), [*observers])
                 observers.clear()
@@ -391,6 +397,7 @@ def _extreme_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         extreme
         for tensor in map(local_tensor, tensors)
         if tensor.is_floating_point() and tensor.numel()
+        # aminmax propagates NaN (its example in torch/_torch_docs.py, torch 2.13).
         for extreme in torch.aminmax(tensor.detach())
     ]
 
@@ -404,6 +411,7 @@ def _copy_to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
         index_by_kind.setdefault(scalar.device, {}).setdefault(scalar.dtype, []).append(index)
     values = [0.0] * len(scalars)
     for by_dtype in index_by_kind.values():
+        # `stack` needs one dtype, and fp64 represents all smaller floating dtypes exactly.
         stacks = [torch.stack([scalars[i] for i in indices]) for indices in by_dtype.values()]
         numbers = torch.cat([stack.double() for stack in stacks]).tolist()
         for index, value in zip(chain.from_iterable(by_dtype.values()), numbers, strict=True):
@@ -480,10 +488,10 @@ class LaunchedStep:
     Attributes:
         step: The step, from 0.
         rate: The learning rate.
-        look: The check of the step.
+        check: The check of the step.
         span: The marks in the device's queue before and after the step.
         routing: The routing counts of each layer.
-        seen: The result of `Journal.seen`.
+        seen: The result of `Journal.launch_figures`.
     """
 
     step: int

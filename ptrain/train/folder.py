@@ -58,6 +58,7 @@ class Lock:
         if self.descriptor < 0:
             return
         with suppress(OSError):
+            # Removed while locked: after the release, the file may belong to another training.
             if _is_same_file(self.file, self.descriptor):
                 self.file.unlink()
         os.close(self.descriptor)
@@ -93,6 +94,7 @@ def take_lock(folder: Path) -> Lock:
         ):  # else its holder removed the file between open and flock
             break
         os.close(descriptor)
+    # Only after locking: before, the text names the process that holds the lock.
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return Lock(file, descriptor)
@@ -124,6 +126,7 @@ class RunFolder:
 
     @property
     def resolved(self) -> Path:
+        """The resolved spec, which continues the run under `ptrain train`."""
         return self.path / "spec.resolved.yaml"
 
     def identity(self, tracker: str) -> Path:
@@ -132,10 +135,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
+        """The figures of each step, as JSON lines."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
+        """The result record of a finished run."""
         return self.path / "summary.json"
 
     def routing(self, step: int) -> Path:
@@ -147,6 +152,7 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
+        """The folder of the profiler's traces."""
         return self.path / "trace"
 
     @property
@@ -188,6 +194,7 @@ class Claim:
         if _read_content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
             self._restore_content()
         self.lock.release()
+        # After the release, which removes the lock file from the folder.
         for folder in self.folders:
             with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
@@ -285,6 +292,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
         file.flush()
+        # Before the rename, which may otherwise reach the disk first: then the file would be empty
+        # after a power loss.
         os.fsync(file.fileno())
     temporary.replace(path)
 
@@ -363,7 +372,7 @@ def _create_folder(root: Path, name: str) -> Path:
     if root.is_symlink():
         raise refused(f"run folder {root}", "is a symbolic link", _ELSEWHERE)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64]
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64]  # file names have at most 255 bytes
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}"
     for attempt in range(1, 1000):
         path = root / (stem if attempt == 1 else f"{stem}-{attempt}")

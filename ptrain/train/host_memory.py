@@ -47,6 +47,7 @@ def require_ranks_fit_host(spec: Spec, exact: Estimate, words: str, *, nodes: in
     ranks = -(-spec.world_size // nodes)
     if spec.device != "cuda" and (spec.device != "auto" or ranks > gpus()):
         require_host_memory(
+            # The larger of two needs at different times: in a step, and before the first one.
             ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
             f"{ranks} ranks of {spec.name} on the CPU",
             f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "

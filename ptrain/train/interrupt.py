@@ -20,6 +20,8 @@ class Interrupts:
         self.received: set[int] = set()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else happens here: Python may run the handler in the middle of a step, and a rank
+        # that stopped alone would make the others wait for it.
         self.received.add(number)
 
     def flags(self) -> list[float]:

@@ -62,7 +62,7 @@ class StepReport:
         lr: The learning rate.
         seconds: The duration of the step.
         routing: The routing counts of each layer.
-        seen: The result of `Journal.seen` when the step was launched.
+        seen: The result of `Journal.launch_figures` when the step was launched.
     """
 
     step: int
@@ -158,6 +158,7 @@ class Journal:
 
     def step_seconds(self) -> float | None:
         """Return the median duration of a step without the first two; None before the third."""
+        # The first two steps create optimizer state and rebuild DDP's buckets (probe.FIRST_STEADY).
         return statistics.median(self.seconds[2:]) if len(self.seconds) > 2 else None
 
     def __enter__(self) -> Self:
@@ -264,9 +265,17 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
 
 
 def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
-    """Log to the file of this rank; on the rank that prints, also to standard output."""
+    """Log to the file of this rank.
+
+    Args:
+        folder: The run folder.
+        rank: This rank.
+        speaks: Also print lines of level INFO and above on standard output.
+    """
     LOG.setLevel(logging.DEBUG)
+    # A program that configures the root logger would print every line twice.
     LOG.propagate = False
+    # From an earlier training in this process, such as a notebook.
     LOG.handlers.clear()
     folder.log(rank).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = logging.StreamHandler(_open_for_append(folder.log(rank)))
@@ -333,7 +342,8 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
 # Seconds for all trackers at the end of a run, less than the 30 s that the launcher gives the last
 # rank (launch._ORDERLY_GRACE).
 PATIENCE = 20.0
-MOST_CALLS = 10_000  # calls that may wait for a tracker
+# Calls that may wait for a tracker. They bound the memory if a server does not respond.
+MOST_CALLS = 10_000
 _CREDENTIALS = re.compile(r"//[^/\s]+@")  # user name and password of an address; both may contain @
 
 
@@ -363,6 +373,8 @@ class TrackerThread:
 
     def finish(self) -> None:
         """Queue the end of the thread and return at once."""
+        # `enqueue` never blocks. The thread puts the end mark itself, when the queue has room
+        # because it has just taken this call.
         self.enqueue(lambda _: self._calls.put(None))
 
     def join(self, deadline: float) -> None:

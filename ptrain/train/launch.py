@@ -104,6 +104,7 @@ def _run_ranks(
         print(f"starting {num_ranks} ranks; importing torch takes seconds", file=sys.stderr)
     with socket.socket() as listener, standard_output() as output:
         listener.bind(("127.0.0.1", 0))  # port 0: the kernel selects a free one
+        # The queue must hold the other ranks until rank 0 has imported torch and accepts them.
         listener.listen(num_ranks + 16)
         address, port = listener.getsockname()
         meeting = Rendezvous(address=address, port=port, descriptor=listener.fileno())
@@ -139,6 +140,7 @@ def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
         for rank in ranks:
             rank.poll()
         now = time.monotonic()
+        # After a signal, failures of ranks are its consequences.
         if not interrupts.received and failure.find_failures(ranks, now):
             return _raise_root_cause(ranks)
         if not any(rank.is_running for rank in ranks):
@@ -149,6 +151,7 @@ def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
             for rank in ranks:
                 rank.send_signals(*interrupts.received[passed:])
             passed = len(interrupts.received)
+            # The second signal ends the ranks at once.
             deadline = min(deadline, now + (_INTERRUPT_GRACE if passed == 1 else 0.0))
         if now >= deadline:
             return _handle_overdue(ranks, interrupts)
@@ -195,6 +198,7 @@ def _raise_root_cause(ranks: Sequence[Rank]) -> int:
     If a rank ended in an orderly way with an error, it explains the victims, and its error is
     raised instead.
     """
+    # A victim may be noticed before its root cause, such as a rank that is stopped or killed.
     deadline = time.monotonic() + _SETTLE
     while True:
         wait_for_ranks(ranks, 0.3)  # seconds in which peers report a lost connection

@@ -60,7 +60,13 @@ class StepCheck(Protocol):
 
 
 class HostStepCheck:
-    """A check whose figures are on the host, except for the loss scale that the update changes."""
+    """A check whose figures are on the host, except for the loss scale that the update changes.
+
+    Args:
+        queue: The queue of the device.
+        figures: The figures, which are equal on all ranks.
+        scaling: The loss scale. None: the loss is not scaled.
+    """
 
     halted = None
 
@@ -108,7 +114,7 @@ class DeviceStepCheck:
     ) -> None:
         self.halted = halted
         self._queue, self._scaling, self._has_norm = queue, scaling, norm is not None
-        self._known = [sums, *([] if norm is None else [norm])]  # freed by `send`
+        self._known = [sums, *([] if norm is None else [norm])]  # freed by `start_copy`
         self._numbers: torch.Tensor | None = None
         self._sent: Milestone | None = None
 
@@ -132,6 +138,8 @@ class DeviceStepCheck:
         )
         self._sent.wait()
         loss, _, *numbers = self._numbers.tolist()
+        # The order of `start_copy`: loss, unsound ranks, signals, halted, then the optional
+        # figures.
         flags, (halted, *others) = numbers[: len(SIGNALS)], numbers[len(SIGNALS) :]
         scale, is_skipped = others[-2:] if self._scaling is not None else (None, False)
         return StepFigures(
@@ -165,6 +173,11 @@ class DeviceSums:
     The host reads none of them in the step, and the meters do not count them. `halted` (fp32, 0 or
     1, equal on all ranks) is 1 from the first step whose loss or gradients are not finite: all
     updates that are launched later change nothing.
+
+    Args:
+        program: The program.
+        queue: The queue of its device.
+        interrupts: The received signals, which are summed with the loss.
     """
 
     def __init__(self, program: Program, queue: DeviceQueue, interrupts: Interrupts) -> None:

@@ -32,7 +32,7 @@ def train(program: Program, parts: LoopInputs, *, first: int = 0) -> Outcome:
     guard = FiniteGuard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
     before: Milestone | None = None  # the end of the previous step, if no other work came after it
-    most = 1 if queue.runs_ahead and not spec.verify_every else 0
+    most = 1 if queue.runs_ahead and not spec.verify_every else 0  # one keeps the device busy
     with StepReports(guard, parts.journal, parts.check_step, most=most) as reports:
         while steps < spec.train.steps and not reports.interrupt:
             step, steps = steps, steps + 1

@@ -116,7 +116,7 @@ def _as_json(value: object) -> str:
 FORMAT = 3  # format 2 lacks `samples` and `data`
 UNSEALED = 1  # the format of manifests without a seal, which are still read
 NAME = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8,})")  # eight digits keep the names sorted; more are accepted
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")  # bare names: nothing outside the folder is ever read
 _SEALED = re.compile(rb'(.*),\n "seal": "([0-9a-f]{64})"\n}', re.DOTALL)
 
@@ -137,7 +137,7 @@ class Manifest:
             old manifests.
         samples: The number of samples of the finished steps. None: unknown, in old manifests.
         data: Size, digest and modification time (ns) of the training data, as
-            `checkpoint.data_prints` returns them; empty in old manifests.
+            `checkpoint.fingerprint_data` returns them; empty in old manifests.
         format: The version of the format.
     """
 
@@ -220,6 +220,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         file.write(seal_text(asdict(manifest)))
         file.flush()
         os.fsync(file.fileno())
+    # The file is durable only when its entry in the folder is.
     sync_folder(folder)
 
 
@@ -237,12 +238,17 @@ def read(folder: Path) -> Manifest:
     """
     text, is_sealed = _read_unsealed(folder)
     manifest = _parse_manifest(folder, text)
+    # A damaged seal would otherwise turn the manifest into one without a seal.
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
+    # A copied folder may have been renamed. The name decides which checkpoint is newest.
     if is_checkpoint_name(folder.name) and manifest.step != step_in_name(folder):
         raise PtrainError(f"checkpoint {folder}: {NAME} belongs to step {manifest.step}")
     if strange := [
-        name for name in manifest.files if not _FILE.fullmatch(name) or name in (".", "..")
+        # `.` and `..` match the pattern, and are folders.
+        name
+        for name in manifest.files
+        if not _FILE.fullmatch(name) or name in (".", "..")
     ]:
         raise PtrainError(f"checkpoint {folder}: {NAME} lists {strange[0]!r}, not a bare file name")
     return manifest
@@ -312,7 +318,13 @@ def _sha256(text: bytes) -> str:
 
 
 def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return the faults of these files, before they are loaded."""
+    """Return the faults of these files, before they are loaded.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        names: The files to hash, a part of its files.
+    """
     return [
         f"{name}: {problem}"
         for name in names
@@ -331,6 +343,7 @@ def find_wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, which makes renames in it durable."""
+    # fsync of the folder, because a rename changes the folder and not the file.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -348,6 +361,7 @@ def _size_problem(path: Path, size: int) -> str:
 
 def _file_problem(path: Path, size: int, digest: str) -> str:
     """Return a fault if the file is missing or its content has changed, else ""."""
+    # The size first: it finds a truncated file without reading it.
     if problem := _size_problem(path, size):
         return problem
     return "" if _file_digest(path)[1] == digest else "its content was modified (SHA-256)"

@@ -165,6 +165,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "ptrain", *words],
         env=environment.ptrain_environment(),
+        # A notebook's kernel has no terminal, and a script's input is not for the command.
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

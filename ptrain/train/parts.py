@@ -28,7 +28,7 @@ class LoopInputs:
         journal: The reports of this rank.
         watch: Returns the context of a step (from 0), with the meters and profilers that are due.
         routing: Returns the routing counts of a step (from 0); empty if it was not watched.
-        judge: Called with step, loss and gradient norm; may stop the training.
+        check_step: Called with step, loss and gradient norm; may stop the training.
         consistency: The comparison of replicas; may stop the training when it is due.
         save: Writes a checkpoint after this number of steps.
     """
@@ -81,7 +81,7 @@ class Consistency:
     ) -> AbstractContextManager[object]:
         """Return the context of a step (from 0).
 
-        It records the gradients of the step if `require` is due after it.
+        It records the gradients of the step if `require_agreement` is due after it.
         """
         return self._record_gradients(watch) if self.is_due(step + 1) else watch
 

@@ -58,7 +58,13 @@ def moved_profiles_line(spec: Spec, metered: tuple[int, ...]) -> str:
 
 @contextmanager
 def profile_step(folder: Path, step: int, world: World) -> Iterator[None]:
-    """Temporarily profile, and write `rank<r>-step<n>.json.gz` at the end; `step` counts from 1."""
+    """Temporarily profile a step, and write `rank<r>-step<n>.json.gz` at the end.
+
+    Args:
+        folder: The folder of the traces, created if missing.
+        step: The step, from 1.
+        world: The ranks.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
@@ -143,6 +149,7 @@ class Probe:
 
     def is_measured(self, step: int) -> bool:
         """Return True if the meters run in a step (from 0)."""
+        # A traced step is not measured: its trace would contain the meters.
         chosen = self._every > 0 and step > self.steady and step % self._every == 0
         return (chosen and step + 1 not in self._traced) or step in (self.steady - 1, self.steady)
 

@@ -25,7 +25,9 @@ def run_and_exit(run: Callable[[], int]) -> NoReturn:
 
     A reader that closes the output of the rank does not make it fail.
     """
+    # First: also an error below is printed, perhaps to a reader that is gone.
     outlive_readers()
+    # Without the hook, an exception would end the interpreter with its exit handlers.
     sys.excepthook = _exit_failed
     exit_process(run_for_exit_code(run))
 
@@ -38,6 +40,8 @@ def run_for_exit_code(run: Callable[[], int]) -> int:
             launcher requested.
     """
     try:
+        # @record returns None if `run` raises SystemExit(0) (`wrapper` in
+        # torch/distributed/elastic/multiprocessing/errors/__init__.py, torch 2.13).
         return int(record(run)() or 0)
     except RankFailed:
         raise
@@ -47,6 +51,7 @@ def run_for_exit_code(run: Callable[[], int]) -> int:
 
 def exit_process(code: int) -> NoReturn:
     """Flush the output and exit without the interpreter's exit handlers."""
+    # `os._exit` discards the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -19,7 +19,7 @@ from ptrain.report.screen import paint
 from ptrain.train import environment
 
 _PRINT_SECONDS = 2.0  # seconds to print: torchrun ends all ranks as soon as one has ended
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # in <linux/prctl.h>
 # Resolved at import: `die_with` runs between fork and exec, where another thread of the parent may
 # have held the lock of the dynamic loader.
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -48,6 +48,7 @@ def die_with_parent(parent: int) -> None:
     if _PRCTL is None:
         return
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Checked after the call: a parent that ended before it sends no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

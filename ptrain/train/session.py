@@ -229,12 +229,15 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
     make_guard = guarded if spec.verify_every and guarded else StepGuard
     with interrupt.record_signals() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
+        # Callbacks run in reverse order: the group of the exchange is destroyed before the default
+        # group.
         stack.callback(world.close)
         if world.device.type == "cpu":
             keep_freed_memory()
         exchange = Exchange(world)
         stack.callback(exchange.close)
         if spec.deterministic:
+            # The setting is global, and a notebook continues in this process.
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
         folder, options = _open_folder(spec, options, exchange, stack)
@@ -377,6 +380,7 @@ def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], action: str
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
             answer = {"problem": f"rank 0 could not {action}: {last}"}
+        # In `finally`, because the other ranks wait for this answer even if rank 0 fails.
         answer = exchange.broadcast(answer)
     return answer
 
@@ -409,6 +413,7 @@ def _open_folder(
             chosen |= {"path": str(claim.folder.path), "resume": goes_on.resume}
         except PtrainError as error:
             chosen["problem"] = str(error)
+    # Also a problem: all ranks must raise, or the others would wait for rank 0.
     chosen = exchange.broadcast(chosen)
     if chosen["problem"]:
         raise PtrainError(chosen["problem"])
@@ -458,6 +463,7 @@ def _save_checkpoint(
     program: Program, session: Session, consistency: Consistency, steps: int
 ) -> None:
     """Check that the ranks agree, and write a checkpoint."""
+    # A checkpoint has one copy of a replicated tensor, in which a difference would not show.
     consistency.require_agreement(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", display_path(path))
@@ -501,7 +507,7 @@ def _conclude_run(
         session.trackers.conclude(_verdict_text(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)
-    # The launcher reads exit code 1 without a summary as a crash (failure._died_early).
+    # The launcher reads exit code 1 without a summary as a crash (failure._is_early_exit).
     session.exchange.barrier()
     if measured:
         text = training_summary(

@@ -171,6 +171,7 @@ def full_gradients(
             at = updates.holds[name].indices
             rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
             sums[:, slice(None) if at is None else at] = rows
+        # Each element is added once per copy, and then divided by the number of copies.
         if exchange.world.size > 1:
             dist.all_reduce(sums, group=exchange.group)
         gradients[name] = (sums[0] / sums[1].clamp(min=1)).view(shape)
@@ -185,6 +186,12 @@ def shard_outputs(
     They are reduced to the rank's tokens, with features in the order of the ranks. Modules without
     a comparable output are left out: those for which `is_addend` is true, those inside experts, and
     routers and experts if a rank has only some tokens of a sample.
+
+    Args:
+        program: The program, for the layout of this rank.
+        outputs: The reference's outputs by path.
+        is_addend: Returns True, given roles and a path, for a module whose tensor on a rank is an
+            addend of the reference's.
     """
     tensor, experts = program.plan.tensor, program.plan.experts
     own, roles = TokenSelection(program.spec, program.world.rank), tensor.roles if tensor else ()
@@ -208,6 +215,7 @@ def clip_factor(spec: Spec, norm: float | None) -> float:
     clip = spec.optimizer.clip
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
+    # As in torch/nn/utils/clip_grad.py (torch 2.13).
     return min(1.0, clip / (norm + 1e-6))
 
 
@@ -238,10 +246,16 @@ def run_training_step(
 ) -> tuple[float, float | None]:
     """Run one training step of the program.
 
+    Args:
+        program: The program.
+        source: The training samples.
+        step: The step, from 0.
+
     Returns:
         This rank's share of the loss, and the gradient norm (None if the spec does not clip).
     """
     rate = learning_rate(program.spec.optimizer, step)
+    # As the training loop does, so that both draw the same masks.
     seed_dropout(program, step)
     share = program.forward_backward(local_batch(program, source, step), rate)
     loss = float(share)
@@ -252,7 +266,7 @@ def run_training_step(
 def run_step_for_global_loss(
     program: Program, source: SampleSource, step: int, exchange: Exchange
 ) -> tuple[float, float | None]:
-    """Run one training step like `drive`, but return the global mean loss, equal on all ranks."""
+    """Run one training step and return the global mean loss, which is equal on all ranks."""
     share, norm = run_training_step(program, source, step)
     return exchange.sum_over_ranks([share])[0], norm
 
@@ -273,7 +287,13 @@ def token_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
 
 
 class TokenSelection:
-    """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors."""
+    """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors.
+
+    Args:
+        spec: The spec.
+        rank: The rank.
+        spans: Token ranges [first, last), in this order. Default: the ranges of the rank.
+    """
 
     def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
         self._spans = token_spans(spec, rank) if spans is None else spans

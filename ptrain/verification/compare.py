@@ -92,13 +92,27 @@ def norm_checks(
 
 
 def condition_check(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
-    """Return the check of a condition; `value` is the measurement, if it is a number."""
+    """Return the check of a condition.
+
+    Args:
+        name: The name of the check.
+        value: The measurement, None if it is no number.
+        holds: True if the condition holds.
+        otherwise: The reason if it does not.
+    """
     why = "" if holds else otherwise
     return Check(name=name, predicted=None, measured=value, tolerance=0.0, holds=holds, why=why)
 
 
 def count_check(name: str, number: int, differing: int, why: str) -> Check:
-    """Return the check that none of `number` things differs."""
+    """Return the check that none of `number` things differs.
+
+    Args:
+        name: The name of the check.
+        number: The number of compared things.
+        differing: The number that differs.
+        why: The reason if any differs.
+    """
     return Check(
         name=name, predicted=number, measured=number - differing, tolerance=0.0,
         holds=not differing, why=why,
@@ -170,7 +184,14 @@ def tolerance_share(measured: float, allowed: float) -> float:
 
 
 def limit_check(name: str, difference: float, allowed: float, why: str) -> Check:
-    """Return the check that a difference is within its tolerance; `why` explains a failure."""
+    """Return the check that a difference is within its tolerance.
+
+    Args:
+        name: The name of the check.
+        difference: The measured difference. NaN fails.
+        allowed: The tolerance.
+        why: The reason if the difference exceeds it.
+    """
     holds = difference <= allowed  # false for NaN
     return Check(
         name=name, predicted=0.0, measured=difference, tolerance=allowed, holds=holds,
@@ -280,7 +301,7 @@ class Differences:
         step: The step, from 0.
         rank: This rank.
         mismatches: The differences that exceed their tolerance.
-        courses: The movement of each parameter in the step, by name.
+        moves: The movement of each parameter in the step, by name.
         largest: The largest difference of each kind.
         modules: The position of each module in the order of execution, by path.
     """
@@ -346,6 +367,10 @@ class AllDifferences:
 
     `mismatches` are ordered by occurrence and equal on all ranks. `parameters` gives the order of
     the model's parameters.
+
+    Args:
+        ranks: The ranks.
+        parameters: The names of the parameters, in the model's order.
     """
 
     def __init__(self, ranks: Ranks, parameters: Iterable[str] = ()) -> None:

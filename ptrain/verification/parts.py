@@ -185,6 +185,11 @@ def matching_products(
 
     The order is: one degree, two together, a square, a root, one divided by another. Degrees of
     equal size give one product each.
+
+    Args:
+        ratio: The ratio to explain.
+        degrees: The size of each axis and of the accumulation, by name.
+        tolerance: The largest relative difference of a product from the ratio.
     """
     return tuple(
         product
@@ -207,7 +212,13 @@ def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
 
 
 def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
-    """Return the simplest matching product as text (`× 2`), or the ratio with four digits."""
+    """Return the simplest matching product as text (`× 2`), or the ratio with four digits.
+
+    Args:
+        ratio: The ratio.
+        degrees: The degrees by name, as in `matching_products`.
+        tolerance: The tolerance of `matching_products`.
+    """
     fits = matching_products(ratio, degrees, tolerance)
     return str(fits[0]) if fits else f"× {ratio:.4g}"
 
@@ -251,7 +262,13 @@ def relative_size(size: float, length: float) -> float:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
-    """Return the 2-norm of the difference relative to `length`; infinite if it is not finite."""
+    """Return the 2-norm of the difference relative to `length`; infinite if it is not finite.
+
+    Args:
+        actual: The tensor to compare, on any device.
+        expected: The right tensor, of the same shape.
+        length: The length that the difference is divided by.
+    """
     return relative_size(norm(actual.double() - expected.to(actual.device).double()), length)
 
 
@@ -259,6 +276,11 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor, least: flo
     """Return the 2-norm of the difference over the larger of `least` and the norm of `expected`.
 
     The result is infinite if both are zero and `actual` is not, or if a value is not finite.
+
+    Args:
+        actual: The tensor to compare.
+        expected: The right tensor, of the same shape.
+        least: The least length that the difference is divided by.
     """
     length = max(norm(expected), least)
     return difference(actual, expected, length) if math.isfinite(length) else math.inf
@@ -297,7 +319,9 @@ def gather_full_tensors(named: Mapping[str, Tensor], exchange: Exchange) -> dict
         for name, tensor in own.items()
     }
     everyone = exchange.gather(described)
+    # From the last rank to the first, so that the first rank that has a tensor remains.
     sources = {name: rank for rank in range(len(everyone) - 1, -1, -1) for name in everyone[rank]}
+    # Sorted: all ranks must broadcast in the same order.
     for name in sorted(sources):
         if all(name in its for its in everyone):
             continue

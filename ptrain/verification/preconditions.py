@@ -62,7 +62,7 @@ Seen = tuple[str, str, bool]  # what a module is given, where the generator stan
 
 
 class MaskObserver:
-    """The random state and inputs of all modules that draw random numbers, during one step.
+    """The observer of modules that draw random numbers: their inputs and the generator's state.
 
     Enter `MaskObserver(program).observe()` around a step; then all ranks call `check`.
     """
@@ -186,8 +186,20 @@ EVERY = 10  # steps of a trajectory
 
 
 class StepObserver:
-    """Observes the steps of a program, and keeps the first mismatches. All ranks must observe the
-    same steps."""
+    """The observer of a program's steps, which keeps the first mismatches between ranks.
+
+    All ranks must observe the same steps.
+
+    Args:
+        program: The program.
+        exchange: The group of all ranks.
+        every_collective: True to compare the result of each collective over its group.
+
+    Attributes:
+        mismatches: The first mismatches; empty if all ranks agree.
+        root_cause: Their root cause, if it is known.
+        looks: The number of observations of each kind.
+    """
 
     def __init__(self, program: Program, exchange: Exchange, *, every_collective: bool) -> None:
         self.program, self.exchange = program, exchange
@@ -276,6 +288,8 @@ def observe_run(program: Program, exchange: Exchange, *, every_collective: bool)
         with watch.observe_step(step):
             try:
                 share, _ = run_training_step(program, source, step)
+            # A fault of the program, such as a missing gradient, may end a step on some ranks only;
+            # all ranks must reach the next exchange.
             except (RuntimeError, TypeError) as error:
                 words = str(error).strip().partition("\n")[0]
                 broken = f"step {step} stops: {type(error).__name__}: {words}"
@@ -308,6 +322,7 @@ def check_preconditions(
     Returns:
         The verdict. If a step raises, it has only the check of steps that end.
     """
+    # Without it, atomic additions on a GPU differ between two runs of a right program.
     with use_deterministic_algorithms():
         first = observe_run(make(spec, world), exchange, every_collective=every_collective)
         if first.broken:

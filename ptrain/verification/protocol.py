@@ -174,8 +174,8 @@ def verify_on_ranks(
         if speak is not None:
             speak(name, outcome.checks, seconds)
         failed = failed or (name if outcome.has_failed else "")
-        # a state or a counter that is not one device's is explained beside one device, if the run
-        # is a function of its spec
+        # A state or a counter that differs between ranks is explained by the comparison with one
+        # device, if the run is a function of its spec.
         same = all(its.holds for its in outcome.checks if its.name.startswith(REPEATED))
         if failed and not (name == failed == names[0] and same):
             left = names[names.index(name) + 1 :]
@@ -376,5 +376,5 @@ def _verify_and_report(spec: Spec, world: World, exchange: Exchange, options: Ve
                 root_cause=verification.root_cause, notes=notes,
             )
         )  # fmt: skip
-    exchange.barrier()  # no rank ends with a failed verdict before the record says so
+    exchange.barrier()  # no rank ends with a failed verdict before the record is written
     return 0 if verification.holds else VerdictFailed.exit_code

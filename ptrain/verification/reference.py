@@ -43,6 +43,10 @@ from ptrain.train.schedule import learning_rate
 class ReferenceOptimizer:
     """The optimizers of the reference, with master copies and the loss scale.
 
+    Args:
+        module: The model, in the dtype of the layout's parameters.
+        spec: The spec.
+
     Attributes:
         parameters: The model's parameters, by name.
         updated: The tensors that the optimizers update: parameters or their master copies, by name.
@@ -102,11 +106,14 @@ class ReferenceOptimizer:
             self._rescale(overflowed=True)
             return math.inf
         if self.spec.optimizer.clip is not None:
+            # The addend of torch.nn.utils.clip_grad_norm_ (torch/nn/utils/clip_grad.py, torch
+            # 2.13).
             factor = min(1.0, self.spec.optimizer.clip / (norm + 1e-6))
             for gradient in gradients:
                 gradient.mul_(factor)
         for name, gradient in sums.items():
             tensor = self.updated[name]
+            # Cast first: in the 16 bits of a gradient, the quotient could underflow.
             tensor.grad = gradient.to(tensor.dtype) / self.scale
         self._step(lr)
         self._rescale(overflowed=False)
@@ -130,6 +137,8 @@ class ReferenceOptimizer:
             for state in optimizer.state.values():
                 for name, tensor in state.items():
                     if name not in OPTIMIZERS[rule].numbers and tensor is not None:
+                        # torch keeps moments in the dtype of the updated tensor. Rounded, they have
+                        # the values that the layout stores.
                         tensor.copy_(tensor.to(moments))
         for name, updated in self.updated.items():
             if updated is not self.parameters[name]:
@@ -139,6 +148,7 @@ class ReferenceOptimizer:
         """Change the loss scale by the rule of torch.amp.GradScaler."""
         if not self.layout.scales_loss:
             return
+        # As `update` does in torch/amp/grad_scaler.py (torch 2.13).
         self.steps_since_change = 0 if overflowed else self.steps_since_change + 1
         if overflowed:
             self.scale *= SCALE_BACKOFF

@@ -167,6 +167,7 @@ def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
         for seed in (0, 1):
             reseed(seed)
             losses.append(run().item())
+        # NaN differs from itself, which is no effect of a random number.
         if losses[0] == losses[1] or math.isnan(losses[0]):
             return off.drops, "", ""
         place, name = named_in_spec(device.module, spec)
@@ -212,7 +213,11 @@ Dims: TypeAlias = "Sequence[int] | None"
 
 
 class PermutedSums(OperatorMode):
-    """An operator mode that runs each sum in a random order, which `generator` draws per call."""
+    """An operator mode that runs each sum in a random order.
+
+    Args:
+        generator: Draws the order of each call. With equal states, two runs have equal orders.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -230,6 +235,7 @@ class PermutedSums(OperatorMode):
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rules.get(func)
+        # Sums of integers are exact in any order.
         if rule is None or not args[0].is_floating_point():
             return func(*args, **kwargs)
         return rule(*args, **kwargs)
@@ -264,6 +270,7 @@ class PermutedSums(OperatorMode):
 
     def _partial_factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the columns of the left and the rows of the right factor, per partial sum."""
+        # The same order for both factors, so that the terms stay the same.
         order, parts = self._draw_order(left.shape[-1])
         columns, rows = left.index_select(-1, order), right.index_select(-2, order)
         return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
@@ -271,6 +278,7 @@ class PermutedSums(OperatorMode):
     def _permuted_sum(
         self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any
     ) -> Tensor:
+        # The longest dimension: a permutation of few terms changes little.
         along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
         if along is None or terms.shape[along] < 2:
             return aten.sum.dim_IntList(terms, dims, keepdim, **kwargs)
@@ -428,6 +436,7 @@ def _assign_owners(asks: Sequence[ReferenceRequest], size: int) -> dict[str, int
     (LPT scheduling).
     """
     loads, owners = [0.0] * size, {}
+    # The longest rank takes at most 4/3 of the shortest possible time (Graham, 1969).
     for ask in sorted(asks, key=lambda ask: -ask.cost):
         owner = min(range(size), key=loads.__getitem__)
         owners[ask.key] = owner

@@ -171,6 +171,8 @@ def derive_own_tolerances(spec: Spec, runs: Sequence[ReferenceRun]) -> RunTolera
             references=_largest_differences(runs),
             explanation=_growth_sentence("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
         )
+    # A sum of n terms has about sqrt(n) roundings of half a unit in the last place; the difference
+    # of two such sums has sqrt(2 n).
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = (
         _deviation_factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)

@@ -64,7 +64,7 @@ from ptrain.verification.tolerances import (
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
-STATE_EVERY = 25  # steps between two states that a reference takes
+STATE_EVERY = 25  # steps between two states that a reference takes: four in the default 100 steps
 
 States = Mapping[str, Mapping[str, Tensor]]
 
@@ -125,6 +125,7 @@ class ReferenceContinuation:
     def step_context(self, step: int) -> Iterator[None]:
         """Run the reference from the state before a step, and record the step's update."""
         with fork_generators():
+            # The reference must not advance the generators of the run.
             self.continue_from(step)
         self._updates = UpdateRecorder(leaf_shards(self.program))
         with self._updates:
@@ -334,6 +335,7 @@ def run_trajectory(
     onward = ReferenceContinuation(program, exchange)
     for step in range(len(within.center)):
         with ExitStack() as stack:
+            # Not before the last step: the comparison needs the loss of the step after it.
             if step % STATE_EVERY == 0 and step < len(within.center) - 1:
                 stack.enter_context(onward.step_context(step))
             if step % EVERY == 0:
@@ -359,7 +361,14 @@ def run_trajectory(
 def trajectory_checks(
     reference: ReferenceRun, run: ProgramRun, allowed: RunTolerances, exchange: Exchange
 ) -> tuple[Check, ...]:
-    """Return all checks of a run, which the owner of the reference computes, on all ranks."""
+    """Return all checks of a run, which the owner of the reference computes, on all ranks.
+
+    Args:
+        reference: The reference run, whose owner compares.
+        run: The program's run.
+        allowed: The tolerances.
+        exchange: The group of all ranks, which all call this.
+    """
     own: list[Check] = []
     if (solo := reference.trajectory) is not None:
         own = [

@@ -80,6 +80,7 @@ def verify(
         >>> ptrain.verify(job(copy.deepcopy(plain)), job(plain), batches).holds
         True
     """
+    # Around both runs: an exception in a step ends this rank while others wait for it.
     with _RaisedOnAnyRank():
         return _compared(reference, distributed, batches, share, terms or Terms())
 
@@ -142,6 +143,7 @@ class _RaisedOnAnyRank:
             return
         own = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):  # the process that hosts the store has exited
+            # Only the first rank that raises writes, and all others read its text.
             first = default_store().compare_set(self._key, "", own).decode()
             if first != own and _OF_COLLECTIVES.search(str(error)):
                 remedy = "Find why that rank raised."

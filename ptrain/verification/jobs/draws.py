@@ -197,6 +197,7 @@ class DrawRecorder(OperatorMode):
         other = self._replace_draw(draw, visit, is_again)
         if other is None:
             return result
+        # A replacement may come from a rank with another dtype or device.
         other = other.to(value)
         if name == _SLOPES:
             return args[0] * args[1].copy_(other)
@@ -216,6 +217,7 @@ class DrawRecorder(OperatorMode):
         """
         bits = checksum(draw.value)
         seen = visit.place, visit.drawn, bits
+        # Counted in backward, too: a recomputed pass draws in the order of the forward pass.
         visit.drawn += 1
         if is_again:
             self.again.append(draw)
@@ -320,6 +322,7 @@ class AllDraws:
         torch.save(own, body)
         result = cls()
         for rank, its in enumerate(ranks.gather_bytes(body.getvalue())):
+            # Only tensors and plain values: unpickling the bytes of another rank could run code.
             draws = torch.load(io.BytesIO(its), weights_only=True)
             for path, number, (call, rows, times), value, dtype in draws:
                 held = RankDraw(rank, call, rows, times, value.to(dtype))

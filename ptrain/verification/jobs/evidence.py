@@ -382,6 +382,7 @@ def choose_elements(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Ten
         largest = truth.abs().topk(count // 2).indices.cpu()
         spread = torch.linspace(0, truth.numel() - 1, count - count // 2).long()
         chosen[name] = torch.cat([largest, spread])
+    # Rank 0's choice, because `topk` may select other elements among equal ones on another device.
     together = ranks.broadcast(torch.cat([indices.long() for indices in chosen.values()]))
     sizes = [indices.numel() for indices in chosen.values()]
     return dict(zip(chosen, together.split(sizes), strict=True))
@@ -432,7 +433,7 @@ class Fix:
 
     Attributes:
         names: The parameters to change.
-        undone: Returns a rank's corrected gradient of a sample.
+        undo: Returns a rank's corrected gradient of a sample.
         words: The phrase for the change.
         scale: All gradients are divided by it first.
         loss_factor: Returns the factor on a rank's loss, given the losses of its micro-batches, if
@@ -459,6 +460,12 @@ def try_fix(
     fix: Fix, own: RankGradients, ranks: Ranks, limit: Tolerance
 ) -> tuple[float, Mapping[str, Tensor] | None]:
     """Try a fix on all elements of all gradients. All ranks call it.
+
+    Args:
+        fix: The fix.
+        own: This rank's gradients.
+        ranks: The ranks.
+        limit: The tolerances.
 
     Returns:
         The largest relative difference that remains, and the full corrected gradients, flattened,
@@ -502,6 +509,14 @@ def add_trial(
 
     It is unexplained if gradients still differ, fits if only the loss or the update differs, and is
     proven otherwise. Without a fix it is returned unchanged.
+
+    Args:
+        said: The root cause.
+        fix: The fix to try, None without one.
+        evidence: The evidence of all ranks.
+        ranks: The ranks.
+        limit: The tolerances.
+        after: Describes the differences that remain after the fix.
     """
     if fix is None:
         return said

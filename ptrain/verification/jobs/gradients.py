@@ -273,6 +273,7 @@ class GradientCase:
         right = fmean(contributed.of_truth.coefficients)
         # some ranks may not use these parameters: take the data ranks of all parameters
         data = (self.evidence.contributions or contributed).data_ranks
+        # A mean over n ranks weights each contribution by 1 / n, a sum by 1.
         is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
         if not (is_mean or is_sum):
             return degrees, _REDUCED
@@ -438,6 +439,11 @@ def explain_sample_faults(
     """Return the root cause of wrong samples on the ranks, or None if they show no fault.
 
     None also means that rows have other lengths than the reference's, and cannot be compared.
+
+    Args:
+        mismatches: The mismatches of the step.
+        evidence: The evidence of all ranks.
+        ranks: The ranks.
     """
     if evidence.ledger:
         return explain_samples(evidence.ledger, mismatches, ranks)
@@ -472,6 +478,12 @@ def explain_separate_means(
 
     Then the loss of a sample differs between the sides, or depends on other samples of the batch.
     Returns None if the fit does not hold on all elements. All ranks call it.
+
+    Args:
+        mismatches: The mismatches of the gradients.
+        evidence: The evidence of all ranks.
+        ranks: The ranks.
+        limit: The tolerances.
     """
     contributed, reports = evidence.contributions, evidence.rows
     if contributed is None or contributed.of_truth.is_within(_fit_tolerance(limit)):

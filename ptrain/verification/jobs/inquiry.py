@@ -115,7 +115,7 @@ class Inquiry:
             if undone is not None:
                 return undone
         # The generators are not restored: the reference would draw the loop's numbers for operators
-        # that `DrawMode` does not record, and a match by them would count as a proof.
+        # that `DrawRecorder` does not record, and a match by them would count as a proof.
         self._restore_models()
         probe = self.run_probe(self.step.seen)
         job_evidence = collect_evidence(

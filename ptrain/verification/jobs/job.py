@@ -66,6 +66,7 @@ class Ranks:
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors (equal shapes) as fp64 [ranks, …]. All ranks call it."""
+        # In fp64, which represents the values of all floating dtypes.
         mine = tensor.detach().double().contiguous().to(self.device)
         if self.size == 1:
             return mine.unsqueeze(0).cpu()
@@ -84,6 +85,7 @@ class Ranks:
         """Return the bytes of all ranks, by rank. Lengths may differ. All ranks call it."""
         if self.size == 1:
             return [mine]
+        # all_gather needs equal sizes, so the rows are padded to the longest.
         sizes = self.gather(len(mine))
         row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)  # 1 or more: frombuffer rejects none
         row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[
@@ -518,7 +520,7 @@ class GlobalLoss:
             case "sum":
                 return sum(losses)
             case "same":
-                return max(losses, key=lambda loss: abs(loss - right))
+                return max(losses, key=lambda loss: abs(loss - right))  # the worst of equal losses
             case reduce:
                 total = reduce(losses)
                 if words := describe_non_loss(total):

@@ -344,7 +344,7 @@ class RelationTests:
         after = self._logits(call, *tree_map(instead, (call.args, call.kwargs)))
         where = where.to(before.device)
         rows = before[where], after[where]
-        return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
+        return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)  # all logits may be zero
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         """Return the model's first output tensor in fp64, with a fixed seed and without dropout."""
@@ -376,6 +376,11 @@ def order_rounding(
 
     It measures rounding over `_ORDERS` permutations. The rounding of a sum is large relative to the
     sum if its addends cancel.
+
+    Args:
+        model: The reference's model.
+        calls: The recorded forward passes of a step.
+        drawing: Disables the model's random draws.
     """
     sums: list[dict[str, Tensor]] = []
     for seed in range(_ORDERS + 1):  # the first: as they are

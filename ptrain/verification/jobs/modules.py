@@ -1,8 +1,8 @@
 """Record inputs, outputs and output gradients of all modules, and replace them by the reference's.
 
-The reference's model also runs on this rank's micro-batches (`probed`). The loop's modules must
-return the same outputs. The gradients of its parameters are this rank's contributions, so that the
-optimizer's gradient can be expressed by ranks and micro-batches.
+The reference's model also runs on this rank's micro-batches (`probe_model`). The loop's modules
+must return the same outputs. The gradients of its parameters are this rank's contributions, so that
+the optimizer's gradient can be expressed by ranks and micro-batches.
 
 The position of a rank's sequence shard is found by its tokens. It locates the same part in any
 tensor that the reference has for all tokens.
@@ -457,6 +457,7 @@ def _run_micro_batch(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
         for n, parameter in canonical_parameters(model).items()
         if parameter.requires_grad
     }
+    # Not backward(), which would accumulate into `.grad`.
     gradients = torch.autograd.grad(
         list(wanted.values()),
         list(parameters.values()),

@@ -85,6 +85,7 @@ class ModelState:
             local_tensor(tensor.detach()).copy_(copy)
         for module, name, copy in self.buffers:
             buffer = module.get_buffer(name)
+            # In place if possible, because other objects may refer to the buffer.
             if buffer.shape == copy.shape:
                 local_tensor(buffer.detach()).copy_(copy)
             else:
@@ -131,6 +132,10 @@ class ForwardCall:
 
 class StepRecorder(UpdateRecorder):
     """The record of a step's update, forward passes and parameters in use.
+
+    Args:
+        model: The model, whose forward passes are recorded.
+        holds: This rank's shards of its parameters, by name.
 
     Attributes:
         clip: The factor by which `gradients` are multiplied before the update.
@@ -317,6 +322,12 @@ def compare_gradients(
     """Compare gradients as the optimizers receive them. `sides` has the reference first.
 
     A missing gradient is a mismatch, unless the reference's is zero or rounding noise.
+
+    Args:
+        differences: Takes the mismatches.
+        sides: The records of the reference and of the loop.
+        holds: This rank's shards.
+        limit: The tolerances.
     """
     wholes, own = (side.gradients for side in sides)
     expected = {name: gradient for name, gradient in wholes.items() if name in holds}
@@ -405,6 +416,13 @@ def compare_states(
 
     State that is noise, such as that of a key's bias, which has no gradient, is compared relative
     to the state of the other parameters.
+
+    Args:
+        differences: Takes the mismatches.
+        reference: The reference's state tensors, by parameter and key.
+        run: The loop's, by parameter and key.
+        holds: This rank's shards.
+        limit: The tolerances.
     """
     scales = _state_scales(reference)
     for name, tensors in run.items():
@@ -493,6 +511,7 @@ def checksum(tensor: Tensor | None) -> str:
     """Return a checksum of a tensor's bytes, or "" for None."""
     if tensor is None:
         return ""
+    # The bytes, because numpy has no bfloat16.
     raw = tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 

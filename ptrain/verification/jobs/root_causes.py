@@ -106,7 +106,18 @@ def make_untested_cause(
     state: Subject, factor: str, place: str, sentence: str, fix: str, *, step: int,
     ranks: Iterable[int], axis: str = "",
 ) -> RootCause:  # fmt: skip
-    """Return a root cause without a test."""
+    """Return a root cause without a test.
+
+    Args:
+        state: The kind of value that differs.
+        factor: The kind of difference.
+        place: The first module or tensor that differs.
+        sentence: The facts.
+        fix: The change that removes the cause.
+        step: The step.
+        ranks: The ranks with the difference.
+        axis: The mesh axes involved, "" for none.
+    """
     return RootCause(
         state=state, axis=axis, factor=factor, place=place, step=step, ranks=tuple(ranks),
         sentence=sentence, fix=fix,
@@ -256,7 +267,14 @@ def explain_in_use(
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
-    """Return the root cause of a forward pass under another autocast dtype than the reference's."""
+    """Return the root cause of a forward pass under another autocast dtype than the reference's.
+
+    Args:
+        actual: The dtype of the loop's autocast, as text.
+        expected: The dtype of the reference's autocast, as text.
+        step: The step.
+        ranks: The ranks.
+    """
     return RootCause(
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
@@ -325,7 +343,13 @@ def explain_loss(
 def explain_samples(
     ledger: SampleFaults, mismatches: Sequence[Mismatch], ranks: Ranks
 ) -> RootCause:
-    """Return the root cause of samples that are missing or processed twice."""
+    """Return the root cause of samples that are missing or processed twice.
+
+    Args:
+        ledger: The missing and doubled rows.
+        mismatches: The mismatches of the step.
+        ranks: The ranks.
+    """
     lists = {"missing": ledger.missing, "doubled": ledger.doubled}
     words = [
         f"{len(rows)} of {ledger.count} {word} (row {', '.join(map(str, rows[:4]))}"
@@ -354,6 +378,12 @@ def unexplained_gradients_cause(
     """Return the root cause of gradients that no sum explains. All ranks call it.
 
     It is unexplained, unless all ranks' gradients are the reference's rounded to a coarser dtype.
+
+    Args:
+        mismatches: The mismatches of the gradients.
+        evidence: The evidence of all ranks.
+        names: The parameters that differ.
+        ranks: The ranks.
     """
     first = mismatches[0]
     largest = max(mismatch.difference for mismatch in mismatches)
@@ -392,7 +422,12 @@ PLAIN = 1e-4  # a factor that is closer to 1 counts as 1
 def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
     """Return the axis of a missing sum with a phrase, or "" with the factor of a multiple.
 
-    Both are "" if neither fits. `everyones` is [ranks, 2, elements]: expected and actual values.
+    Both are "" if neither fits.
+
+    Args:
+        ranks: The ranks.
+        everyones: The expected and the actual values of all ranks, [ranks, 2, elements].
+        tolerance: The relative residual up to which a fit holds.
     """
     truths, parts = everyones.unbind(1)
     for axis, groups in ranks.axes.items():

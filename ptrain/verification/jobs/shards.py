@@ -32,9 +32,9 @@ class ParameterShard:
         name: Canonical name of the parameter.
         parameter: The tensor that holds the elements.
         shape: Shape of the full parameter.
-        at: Flat indices of the elements in the full parameter. None if it is replicated.
-        within: Position of the elements in the flattened `parameter`, if that holds more: a flat
-            parameter of FSDP1, or padding. None if all count.
+        indices: Flat indices of the elements in the full parameter. None if it is replicated.
+        flat_index: Position of the elements in the flattened `parameter`, if that holds more: a
+            flat parameter of FSDP1, or padding. None if all count.
     """
 
     name: str
@@ -138,6 +138,7 @@ def find_shards(
         row = row.flatten()
         count = int((row >= 0).sum())  # padding rows follow the others
         within = slice(0, count) if count < row.numel() else within
+        # None for a full tensor saves an index of its size in each selection.
         at = None if count == shape.numel() else row[row >= 0]
         shards[name] = _require_count(ParameterShard(name, parameter, shape, at, within))
     shards.update(_find_sharded(unclear, wholes))
@@ -212,6 +213,12 @@ def local_part(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0
     A DTensor shows them by its placements, unless it is a partial sum. A plain tensor is
     replicated, or sharded along the dimensions in which it is smaller, as torch.chunk splits over
     `degree` ranks; `place` is this rank's index.
+
+    Args:
+        whole: The full tensor.
+        tensor: This rank's tensor.
+        degree: The number of ranks that shard a plain tensor.
+        place: The index of this rank among them.
     """
     if tensor.dim() != whole.dim():
         return None
@@ -240,6 +247,7 @@ def _shard_by_placements(whole: Tensor, tensor: DTensor) -> Tensor:
         if dim is None:  # replicated, or a partial sum
             continue
         count, place = tensor.device_mesh.size(axis), coordinate[axis]
+        # `_StridedShard` in torch/distributed/tensor/placement_types.py (torch 2.13).
         pieces = _chunks(whole, int(getattr(placement, "split_factor", 1)), dim)
         whole = torch.cat([_chunks(piece, count, dim)[place] for piece in pieces], dim)
     return whole
@@ -257,8 +265,8 @@ def _chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
 class _Flat:
     """The elements of a parameter in FSDP1's flat parameter.
 
-    `at` are flat indices in the original parameter. `within` is their range in this rank's shard of
-    the flat parameter, or None if FSDP1 keeps the original parameters.
+    `indices` are flat indices in the original parameter. `flat_index` is their range in this rank's
+    shard of the flat parameter, or None if FSDP1 keeps the original parameters.
     """
 
     indices: Tensor

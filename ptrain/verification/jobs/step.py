@@ -223,7 +223,7 @@ class Averages:
     """The loop's and the reference's moving averages of the parameters.
 
     An average is a torch.optim.swa_utils.AveragedModel, or a mapping of tensors by name. Call
-    `before` and `compare` around every step.
+    `save` and `compare` around every step.
     """
 
     def __init__(self, reference: Job, loop: Job, holds: Mapping[str, ParameterShard]) -> None:
@@ -429,6 +429,7 @@ def run_step(
     """Run step `number_` (from 0) on both sides, and compare gradients, parameters and state."""
     random = RandomState.read(pair.loop.model)
     began = pair.copy_states()
+    # Copies, because both steps update the parameters in place.
     before, run_before = copy_values(pair.wholes), pair.copy_values()
     pair.averages.save()
     expected, seen = pair.recorders()

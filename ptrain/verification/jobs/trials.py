@@ -208,6 +208,7 @@ class BackwardGradients(ExitStack):
 
     def __enter__(self) -> Self:
         self.enter_context(hook_backward(lambda tensors: self._copy_gradients))
+        # A hook of all optimizers: it runs after the loop's code, such as clipping.
         self.callback(register_optimizer_step_pre_hook(self._restore_gradients).remove)
         return self
 

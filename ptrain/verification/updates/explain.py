@@ -296,6 +296,11 @@ def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Rank
     """Return the root cause of mismatches after the update.
 
     All ranks must call it with the same mismatches.
+
+    Args:
+        mismatches: The mismatches after the update, equal on all ranks.
+        case: The update of the step.
+        ranks: The ranks.
     """
     explainer = UpdateExplainer(mismatches, case, ranks)
     if any(mismatch.subject in UPDATED for mismatch in explainer.mismatches):

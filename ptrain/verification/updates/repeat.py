@@ -33,6 +33,8 @@ from ptrain.verification.jobs.job import NoComms
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import local_cpu
 
+# The attributes for hooks that the constructor of Optimizer creates (torch/optim/optimizer.py,
+# torch 2.13).
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -83,6 +85,7 @@ class OptimizerRule:
         }
         try:
             with convert_exceptions(_optimizer_fault):
+                # The memo makes deepcopy keep these tensors.
                 copied = copy.deepcopy(attributes, {id(tensor): tensor for tensor in tensors})
         except UserCodeError as error:
             return cls(
@@ -159,6 +162,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
         name: nn.Parameter(own.value.detach().clone().view(own.shape))
         for name, own in taken.items()
     }
+    # Without the constructor, whose arguments are unknown and which would need the parameters.
     optimizer = object.__new__(rule.kind)
     known = {id(own.tensor): pieces[name] for name, own in taken.items()}
     optimizer.state = defaultdict(dict)
@@ -166,6 +170,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
     vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
     try:
         with convert_exceptions(_optimizer_fault):
+            # The memo replaces the loop's tensors by the pieces in all attributes.
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
                 _add_parameter(optimizer, pieces[name], own)
@@ -197,6 +202,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
 def _add_parameter(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
     """Add a parameter with its gradient, settings and state to an optimizer."""
     if own.gradient is not None:
+        # A copy, because an optimizer may change gradients in place.
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
     optimizer.param_groups.append({**copy_settings(own.settings), "params": [piece]})
     if own.state:
