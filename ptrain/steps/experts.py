@@ -210,6 +210,7 @@ def _biased_choices(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
 
 
 def _split_evenly(number: int, experts: int) -> Choices:
+    # A rank may have all experts, so that no other expert is left.
     share, more = divmod(number, max(experts, 1))
     return tuple(share + (expert < more) for expert in range(experts))
 

@@ -427,6 +427,7 @@ class Plan(PlanAxes, Worded):
         assert len(by_name) == len(self.steps), "two steps of a kind"
         assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
+            # Attributes, because predictions read single steps many thousand times in a search.
             object.__setattr__(self, name, by_name.get(name))
 
     @property
