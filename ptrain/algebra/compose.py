@@ -32,6 +32,7 @@ class Share:
 
     def stored_bytes(self, size: int) -> int:
         """Return the bytes stored between uses on any tier (Theorem 1 without s_unit)."""
+        # Rounded up: shards are padded to equal sizes, and Theorem 1 counts the fullest rank.
         return 0 if self.is_materialized else ceil_div(size, self.parts)
 
     def bytes_on_tier(self, tier: Tier, size: int) -> int:
@@ -89,6 +90,7 @@ def _compose_shares(inner: Share, outer: Share) -> Share:
         copies=inner.copies * outer.copies,
         is_gathered=inner.is_gathered or outer.is_gathered,
         is_materialized=inner.is_materialized or outer.is_materialized,
+        # A share has one tier. If one axis offloads the state, the whole share leaves the device.
         tier=max(inner.tier, outer.tier, key=TIER_DISTANCE.__getitem__),
     )
 
@@ -102,6 +104,7 @@ def _make_share(mode: Mode, degree: int) -> Share:
         case Distribution.GATHERED:
             return Share(parts=degree, is_gathered=True, tier=mode.tier)
         case Distribution.MATERIALIZED:
+            # M has no tier: nothing is stored between uses.
             return Share(copies=degree, is_materialized=True)
         case _:
             assert_never(mode.distribution)

@@ -30,8 +30,9 @@ from ptrain.spec.placement import Factor
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
-BYTE_VOCAB = 259  # 256 bytes and three specials
-# takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
+BYTE_VOCAB = 259  # 256 bytes and three special tokens
+# An optimizer that accepts every tuple. On an axis of one rank nothing is sharded, so that a spec
+# may keep a tuple there that its optimizer would not accept on several ranks.
 _ANY_TUPLE_OPTIMIZER = OptimizerSpec(name="sgd")
 FaultsOf = Callable[[Spec], Iterable[Fault]]
 
@@ -307,7 +308,7 @@ SPEC_RULES = (
     *products.RULES,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
-    *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # two rooms may share one
+    *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # packages share some rules
     *SPEC_RULES,
 )
 UNSUPPORTED_RULES: tuple[SpecRule, ...] = (

@@ -37,6 +37,7 @@ class OpenSpec:
             spec: The spec that provides all other fields.
             names: Names of fields such as `unit`, or of batch fields such as `batch.accumulate`.
         """
+        # A cluster limits the number of devices, which undecided degrees would exceed or not.
         spec = spec.with_fields(cluster=None)
         return cls(spec, _find_open_rules(spec, frozenset(names)))
 
@@ -66,6 +67,7 @@ class Memo:
             spec: The spec that provides all other fields, which must be equal in all calls.
             values: The values of all fields of this memo. They are compared by identity.
         """
+        # A rule takes few different paths, so that a few sets of names cover all calls.
         for names, known in self._known.items():
             answer = known.get(tuple([id(values[name]) for name in names]))
             if answer is not None:

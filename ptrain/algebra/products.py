@@ -24,6 +24,8 @@ _OFF = f"Use `{_KEY}=none`."
 def _alignment(spec: Spec) -> Iterator[Fault]:
     if spec.precision.matmul is Matmul.NONE or not isinstance(spec.model, ModelShape):
         return
+    # The products of the backward pass contract over the tokens, which torch._scaled_mm needs
+    # aligned too.
     tokens = spec.batch.micro * spec.batch.sequence
     if tokens % MULTIPLE:
         yield Fault(
@@ -55,6 +57,8 @@ def _capability(spec: Spec) -> Iterator[Fault]:
             remedy=_OFF,
         )
     dtype = spec.precision.effective_layout.parameters
+    # torch._scaled_mm with scales by row returns only bf16 on CUDA. fp64 is the emulation of
+    # equality tests.
     if spec.precision.matmul is Matmul.ROWWISE and dtype not in (DType.BF16, DType.FP64):
         yield Fault(
             place=_KEY,

@@ -139,6 +139,7 @@ def mode_name(kept: ActivationMode) -> str:
 
 def _on_host(kept: ActivationMode) -> ActivationMode:
     """Return the mode with the host in place of any tier that is not the device."""
+    # Host and file receive the same storages in the same order, so that one table serves both.
     return kept if kept.tier is Tier.DEVICE else ActivationMode(policy=kept.policy, tier=Tier.HOST)
 
 
@@ -171,6 +172,8 @@ def _repeated_collectives(
         )
         for of in _pass_numbers(setting, kept, attention)
     )
+    # Counter subtraction keeps positive counts only: calls that a mode saves are never negative
+    # traffic.
     for sent, times in (own - plain).items():
         yield from [(sent.collective, sent.payload)] * times
 
@@ -186,6 +189,8 @@ def _context_block(setting: Setting, part: ContextPart, kept: ActivationMode) ->
     forward, backward = (
         tuple(
             evaluated.events(
+                # A place stores only the segments that differ from the common ones
+                # (`traces.work_tables`).
                 *(own[name].get(str(at), number) for at, number in enumerate(entry[name]))
             )
         )
@@ -327,6 +332,8 @@ def _memory_gaps(items: Sequence[Any]) -> dict[Any, Run]:
     key = None
     for item in items:
         if not isinstance(item, Run):
+            # Boundaries of sub-blocks split the events only if the wrap has such units. The gaps
+            # ignore them, so that plain and inserted blocks have equal keys.
             key = key if _is_mark_of_others(item) else _item_key(item)
             gaps.setdefault(key, _NOTHING)
         else:

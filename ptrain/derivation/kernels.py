@@ -408,6 +408,8 @@ def attention_backward(
         return (of_rows, of_rows * head_dim, of_rows)
     if kernel != "flash" or head_dim > _WIDEST:
         return ()
+    # flash rounds the rows to full tiles (`seqlen_q_rounded`) and the head to a multiple
+    # (`head_size_rounded`).
     of_tiles = _FP32 * batch * heads * ceil_div(sequence, _TILE) * _TILE
     return (of_tiles, of_tiles * ceil_div(head_dim, _WIDTH) * _WIDTH)
 

@@ -78,6 +78,8 @@ class StepTiming(NamedTuple):
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
         """Return the start and end of actions that take these seconds."""
         overlaps = self.clock.pace.overlaps
+        # On a CPU the sender's cores copy the message. Its time is part of the action already
+        # (`sends`).
         costs = ActionCosts(seconds=seconds, communication=self._message if overlaps else 0.0)
         if self.speed is None:
             return simulate(self.schedule, costs)
@@ -327,6 +329,7 @@ class Machine(NamedTuple):
 
 def _layer_seconds(pace: Pace, work: ModelWork) -> float:
     """Return the seconds of the operators of the first layer, which represents all."""
+    # Only the ratio of two paces is used, which layers of one model share.
     layer = work.layers[0]
     forward = operators_seconds(pace, layer.forward, Hook.FORWARD_OPERATOR)
     return forward + operators_seconds(pace, layer.backward, Hook.BACKWARD_OPERATOR)

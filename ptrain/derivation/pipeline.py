@@ -174,6 +174,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     first: dict[Hashable, StageParts] = {}
     all_parts = []
     for stage in plan.stages:
+        # Equal stages differ only in the names of layers, on which no figure depends.
         if (kind := _kind(spec, facts, stage, len(plan.stages))) not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(spec, facts, stage)
             passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
@@ -255,6 +256,8 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
     Middle stages of built-in models, wrapped by block or finer, are equal if they have the same
     number of layers and the same activation modes.
     """
+    # Traced stages may differ in anything that their code does. The first and the last stage have
+    # the ends of the model.
     if facts.stage_passes or stage.index in (0, stages - 1):
         return stage.index
     return block_kinds(spec, stage.layers) or stage.index

@@ -377,6 +377,7 @@ class EvaluatedWork:
             what = self.operator(number)
             if isinstance(what, Operator):
                 return self._repeat(what, times)
+            # A hop of a ring goes to the next rank, whatever the number of ranks is.
             own = ranks if what.collective is not Collective.SEND else 0
             return what._replace(times=times, beside=beside, ranks=own)
 
@@ -465,6 +466,8 @@ class Pieces(NamedTuple):
         return self if shorter is None or self.least == 1 else shorter.shortest()
 
     def _shorten(self) -> Pieces | None:
+        # The front of a long loss may end with a repeated piece. Moving it into the repetition
+        # makes the table valid for fewer chunks, so that fewer of them are stored one by one.
         front = _strip_end(self.front, self.every)
         behind = _strip_end(self.behind[::-1], self.later[::-1])
         if front is None or behind is None:
@@ -481,6 +484,8 @@ def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
 def chunk_of(setting: Setting) -> int:
     """Return the number of tokens in a chunk."""
     assert setting.loss.chunk is not None, "a loss in chunks"
+    # A chunk with more tokens than the micro-batch would be a table with zero full chunks, which
+    # traces do not have.
     return min(setting.loss.chunk, setting.batch * setting.sequence)
 
 

@@ -45,7 +45,7 @@ from ptrain.spec.write import to_mapping
 
 _OFF = "off"  # value of PTRAIN_CACHE
 _STARTED = time.time()  # about the start of this process; younger files may differ from loaded code
-_LARGE = 2**20  # bytes; the signature of a larger file is its size and date, not its content
+_LARGE = 2**20  # bytes; larger files, such as weights, are compared by size and date only
 _LISTED = 300  # files of a folder that its signature covers, in order of name
 _INSTALLED = "-packages"  # site-packages, and Debian's dist-packages
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
@@ -333,6 +333,7 @@ def _read_trace(path: Path) -> Trace | None:
 
 def _write_trace(path: Path, trace: Trace) -> None:
     """Write a trace completely or not at all, readable by its owner only."""
+    # A trace names the user's files and classes.
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(encode(trace, Trace), separators=(",", ":"))
     descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # with mode 0600

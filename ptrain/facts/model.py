@@ -211,7 +211,7 @@ def net_bytes(item: Item) -> int:
     match item:
         case Run():
             return item.net
-        case Complete(_, size, cloned):
+        case Complete(_, size, cloned):  # the runs allocate a gradient that is not cloned
             return 0 if cloned else -size
         case Repeated(times, items):
             return times * sum(map(net_bytes, items))

@@ -22,7 +22,7 @@ from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of its experts
 LOCAL = "window_"  # prefix of the tables that only layers with a window use
-_FP32, _INT64 = 4, 8  # bytes; buffers of reals are fp32 in every layout (fp64 under compute fp64)
+_FP32, _INT64 = 4, 8  # bytes; buffers of reals are fp32 in every layout (fp64 with compute fp64)
 
 Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
@@ -257,6 +257,7 @@ def elements_met(shape: ModelShape, name: str, numel: int) -> int:
     """
     if shape.experts is None or not is_of_experts(name):
         return numel
+    # All experts of a layer are stacked in one tensor.
     return numel // shape.experts * shape.experts_per_token
 
 
@@ -305,6 +306,8 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
     if shape.window_rope_base is not None:
         names += [f"{LOCAL}{name}" for name in names]
     tables = dict.fromkeys(names, (sequence, pairs))
+    # flex_attention computes its mask from indices. The other implementations read one from a
+    # buffer.
     takes_mask = shape.attention is not Attention.FLEX
     if takes_mask and shape.window is not None and shape.window < sequence:
         tables[f"{LOCAL}TT"] = (sequence, sequence)

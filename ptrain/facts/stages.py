@@ -261,6 +261,7 @@ def balanced_counts(
         SpecError: If there are more stages than layers.
     """
     _require_enough(len(weights), stages)
+    # The ends belong to the first and the last layer, so that the search needs no special stages.
     heavy = [*weights]
     heavy[0] += ends[0]
     heavy[-1] += ends[1]
@@ -313,7 +314,7 @@ def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int
     Args:
         sums: The weights of the first 0, 1, 2 … layers.
         stages: The number of stages.
-        heaviest: The weight of the heaviest stage, from `_lightest`.
+        heaviest: The weight of the heaviest stage, from `_lightest_maximum`.
     """
     layers = len(sums) - 1
     costs = [0.0] + [float("inf")] * layers
@@ -322,6 +323,7 @@ def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int
         following, starts = [float("inf")] * (layers + 1), [0] * (layers + 1)
         first = stage - 1
         for end in range(stage, layers + 1):
+            # The earliest start that fits only moves to later layers as `end` grows.
             while first < end and sums[end] - sums[first] > heaviest:
                 first += 1
             for at in range(first, end):

@@ -18,8 +18,8 @@ from ptrain.steps.wraps import ExecutedStep, WrapStep
 from ptrain.units import grouped
 
 Groups = Sequence[tuple[int, ...]]
-_FEW_GROUPS = 2
-_FEW_RANKS = 8
+_FEW_GROUPS = 2  # groups shown as evidence: all others follow the same pattern
+_FEW_RANKS = 8  # ranks shown in full: the devices of a usual node
 
 
 class Condition(NamedTuple):
@@ -227,6 +227,8 @@ def cuts_before_wraps(ran: Sequence[ExecutedStep]) -> bool:
             cut.add(executed.piece)
         elif isinstance(executed.step, WrapStep):
             wrapped.add(executed.piece)
+        # Checked after every step: an operator that is sharded after the wrap would look correct at
+        # the end.
         if executed.piece in wrapped - cut:
             return False
     return bool(wrapped)

@@ -108,7 +108,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
     wrap, tensor = _make_wrap(spec, form), _make_parallelize(spec, facts.roles, facts.fusions)
     pipeline = _make_pipeline(spec, stages)
     own = experts_of(spec, units, facts.experts or expert_layers(spec))
-    # of what is whole on ep all ranks have the same, of the experts each has its own
+    # Replicated tensors are equal on all ranks of ep, experts differ: their norms are summed apart.
     apart = () if own is None or own.axis in wrap.reduced_axes else (own.axis,)
     operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
     routing_axes = (*wrap.summed_axes, *spec.folded_axes)
@@ -125,15 +125,15 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
     )
     steps = (
         mesh,
-        pipeline,  # a stage is a model like any other for what comes next
-        tensor,  # Theorem 6.2: operators are cut before units are wrapped
-        context_of(spec),  # attention over cp is of the heads that tp leaves
+        pipeline,  # first: each stage is a model for the steps below
+        tensor,  # Theorem 6.2: operators are sharded before units are wrapped
+        context_of(spec),  # attention over cp has the heads that tp leaves to a rank
         own,
-        _make_quantize(spec),  # what blocks keep and recompute includes the fp8 products
-        _make_keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
-        _make_compile(spec),  # recomputation is part of the program, hooks of wraps are not
+        _make_quantize(spec),  # before the modes: they save and recompute fp8 products
+        _make_keep(spec, facts.blocks),  # before the wrap, whose hooks at a block then run once
+        _make_compile(spec),  # a program contains the recomputation, but no hooks of the wrap
         wrap,
-        chunked_loss(spec),  # whose head the wrap has gathered
+        chunked_loss(spec),  # after the wrap, which gathers the head
         _make_accumulate(spec),
         _make_clip(spec, cut_axes, operator_axes),
         update,
@@ -193,6 +193,8 @@ def _make_flat_units(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     gradients = cut(State.GRADIENTS, *CUT)
     return FlatUnits(
         axes=tuple(factor.axis for factor in data),
+        # M stores no parameters: the unit is cast from the master copies, so that it is sharded
+        # like these.
         parameters=stored if materialized else cut(State.PARAMETERS, *CUT),
         optimizer=stored,
         gradients=gradients,
@@ -201,8 +203,10 @@ def _make_flat_units(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         reduce_scatter=spec.reduce_scatter,
         parameters_tier=optimizer_tier if materialized else tier_of(data, State.PARAMETERS),
         optimizer_tier=optimizer_tier,
-        # what is used up at once is kept nowhere
+        # consumed gradients are freed at once, so that no tier stores them
         gradients_tier=Tier.DEVICE if consumed else tier_of(data, State.GRADIENTS),
+        # A host updates only the shard that its rank stores. All-gathered state (S*) is updated on
+        # the device.
         update_tier=Tier.HOST if on_host and stored == updated else Tier.DEVICE,
         materialized=materialized,
         consumed=consumed,
@@ -234,7 +238,7 @@ def _make_pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 
 def _make_accumulate(spec: Spec) -> Accumulate:
-    if spec.batch.micro_is_open:  # a call from Python: commands have chosen
+    if spec.batch.micro_is_open:  # only in a call from Python: commands resolve `auto`
         raise refused(
             "batch.micro",
             "auto is not resolved to a micro-batch size yet",
@@ -244,9 +248,9 @@ def _make_accumulate(spec: Spec) -> Accumulate:
 
 
 def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
-    """Return the step that keeps activations, None where all blocks are plain. `blocks` are named
-    as the model calls them; those of a built-in one are known."""
-    if spec.activations.is_open:  # a call from Python: commands have chosen
+    """Return the step that sets activation modes, or None if all blocks are plain. `blocks` are the
+    names in the module; built-in models have `blocks.0` and so on."""
+    if spec.activations.is_open:  # only in a call from Python: commands resolve the budget
         raise refused(
             "recompute.budget",
             "the recompute policy is not selected yet",

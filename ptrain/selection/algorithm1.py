@@ -105,6 +105,7 @@ def requirements(facts: ModelFacts, cluster: Cluster, devices: int) -> Requireme
         layer_parameters=reconstruction_unit(facts),
         device_memory=cluster.device_memory,
         devices=devices,
+        # A tp group of all used devices of a node must divide the devices.
         devices_per_node=math.gcd(devices, cluster.devices_per_node),
         has_fast_links=cluster.intra_node_bandwidth >= FAST_LINK,
     )

@@ -64,6 +64,8 @@ class TracedCuts:
     def cut(self, spec: Spec) -> int:
         """Return the number of a spec's part."""
         part = traced_part(spec)  # cannot be hashed as a whole
+        # The fields that candidates choose. The assertion below catches a field that is missing
+        # here.
         key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
         cut, first = self.cuts.setdefault(key, (len(self.cuts), part))
         assert part == first, "all that a trace depends on and candidates choose is in the key"
@@ -339,6 +341,8 @@ class Deriver:
         """
         wanted, fastest, by_memory = count, inf, self.objective is SearchGoal.MEMORY
         tried = self._tried(scored, count, lambda: fastest == inf)
+        # A traced peak calibrates the estimates of its part, so it is derived in full even if it
+        # does not fit.
         room = self.search.task.room if self.cuts is None else inf
         for candidate in islice(tried, _TRIED * count):
             if not count:
@@ -376,6 +380,8 @@ class Deriver:
         first = ((False, one) for one in islice(scored, _MOST))
         for is_last, one in chain(first, ((True, one) for one in later)):
             kind = _but_tuples(one.candidate)
+            # Candidates that differ only in placements and dials have similar figures. Without the
+            # limit, the variants of one placement would fill the list.
             if not is_last and alike[kind] >= _ALIKE:  # most are, and need no spec
                 later.append(one)
                 continue

@@ -228,7 +228,7 @@ def _says_activations(spec: Spec, axis: Axis) -> bool:
     return axis in DATA_AXES and any(mode != R for mode in own)
 
 
-_OFFERED = 3
+_OFFERED = 3  # changes that are printed
 # GPUs multiply matrices at full speed if their columns are a multiple: NVIDIA's "Matrix
 # Multiplication Background User's Guide" recommends 128 bytes for 16-bit numbers.
 _TILE = 64
@@ -395,6 +395,8 @@ def _shorten(
     variant: Variant, reload: Reload, tried: Mapping[Overrides, Variant | None]
 ) -> Variant:
     """Remove overrides that follow from the user's input; specs in `tried` are loaded already."""
+    # A search adds overrides for dials that the user's file may already set. Each is removed if the
+    # loaded spec is the same without it.
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
@@ -422,6 +424,8 @@ class _Search:
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device, then combinations and more ranks if none fits. If fewer
         than `_OFFERED` fit, try offloading."""
+        # Single changes first: they are the easiest to apply. Combinations are derived only if none
+        # fits.
         for kind, choices in ON_DEVICE.items():
             self._try_all(kind, choices(self.now.spec))
         if not self._has_fit():
@@ -524,6 +528,8 @@ class _Search:
         derive combinations of fewer changes until one fits."""
         single = {kind: [v for v in self._better() if v.kinds == (kind,)] for kind in kinds}
         least = sorted((min(some, key=_peak) for some in single.values() if some), key=_peak)
+        # Greedy: trying all combinations of all changes would take minutes. Changes of one kind
+        # exclude each other.
         chosen, best = least[:1], least[0] if least else None
         for variant in least[1:]:
             joined = self._join([*chosen, variant])

@@ -231,6 +231,8 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
         clock: Its clock.
         moved: Bytes of activations that a block moves off the device.
     """
+    # A middle layer: the first and the last ones may have other kinds, such as dense layers before
+    # experts.
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.block_modes(len(work.layers))[middle]
     out, back = (
@@ -292,6 +294,7 @@ def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
     """Return the number of nodes of a group of `ranks` ranks that are `stride` apart."""
     if (cluster := spec.cluster) is None:
         return 1
+    # Ranks that are `stride` apart share a node only with every stride-th of its devices.
     on_node = max(1, cluster.devices_per_node // stride)
     return max(1, -(-ranks // on_node))
 

@@ -36,7 +36,7 @@ _PLACE = "recompute.budget"
 _MICRO = "batch.micro"
 _NUMBER = "Set `batch.micro` to a number."
 _DEVICE = frozenset({Tier.DEVICE})
-_TEMPORARY = 0.001  # share of the peak that is not reported: offloads copy through the device
+_TEMPORARY = 0.001  # share of the peak: copies of offloads pass through the device
 _SPARSE = (4, 3, 2)  # recompute every n-th block, tried before every block
 
 

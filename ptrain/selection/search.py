@@ -444,6 +444,8 @@ class Search:
     def _cut(self, ranks: int, within: tuple[AxisChoice, ...]) -> BlockCut:
         """Return a choice of the axes within a block, with its estimates."""
         placed, spec = self.task.with_choices(within)
+        # Choices of expert parallelism have the same stand-in without experts, so that they share
+        # its estimates.
         key = spec.factors, spec.context, spec.tensor
         if key not in self.scored:
             self.scored[key] = ScoredCut(spec, self.task)

@@ -210,6 +210,7 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
 def placements_of(axis: Axis) -> list[str]:
     """Return the placements that a search tries on an axis, as candidates write them."""
     tried = (placement for space in SPACES for placement in space.tuples.get(axis, ()))
+    # Candidates write the tier in full, because `offload.tier` changes the meaning of O.
     return list(dict.fromkeys(str(placement).replace("O", "S@host") for placement in tried))
 
 

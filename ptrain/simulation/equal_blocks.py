@@ -316,9 +316,7 @@ class SectionRecorder(OperatorMode):
         return "blocks ago", here - place, name
 
 
-FEWEST = (
-    4  # blocks of the shortest run: the ends, and two inner ones whose neighbours are inner too
-)
+FEWEST = 4  # blocks of the shortest run; it must exceed the number of prefetched units
 LEAST = 20  # fewer blocks are all run: the three runs have 4 + 5 + 6 = 15 blocks
 
 

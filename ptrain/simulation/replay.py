@@ -237,13 +237,11 @@ class ThreeRuns(Generic[Token]):
     def pieces(self) -> list[Piece] | None:
         """Return the pieces of the runs in order; None if they do not consist of pieces.
 
-        A backtracking search: among pieces that may repeat, the shortest is tried first.
+        Backtracking: among pieces that may repeat, the shortest is tried first.
         """
         pieces: list[Piece] = []
         ways: list[Iterator[Piece]] = [self._next_pieces((0, 0, 0))]
         failed: set[_Places] = set()
-        # Depth first, with the places from which no division leads to the end: without them the
-        # search would be exponential in the number of pieces.
         while any(self.words) and ways:
             piece = next(ways[-1], None)
             if piece is None:  # no candidate at this place leads to the end: backtrack
@@ -336,8 +334,6 @@ def repeated_calls(
         # blocks.
         if any(call.key.state in _IN_BUCKETS for call in calls):
             return False
-        # The bytes that are sent follow from the payload. If they do not in the three runs, they
-        # cannot be computed for more blocks.
         is_by_the_rule = all(call.sent_bytes == sent(call) for call in calls)
         return is_one_kind and is_by_the_rule and _is_even([call.payload_bytes for call in calls])
 

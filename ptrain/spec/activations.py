@@ -40,7 +40,7 @@ from ptrain.word import MeantWord, words_of
 class Operators(MeantWord):
     """A class of operators whose outputs a policy may keep."""
 
-    # products of activations with weights; with eager attention also those with the scores
+    # products of activations with weights; with eager attention also the products with scores
     MATMUL = "matmul", "matrix products"
     ATTENTION = "attention", "fused attention"
     SOFTMAX = "softmax", "softmax of eager attention"
@@ -100,6 +100,7 @@ def belongs_to_rank(mode: Mode) -> bool:
     These are M, and replicated or sharded modes off the device, which equal O because each rank has
     different activations. S and S* on the device shard activations over an axis.
     """
+    # R@host equals S@host here: no two ranks have the same activations to replicate or to shard.
     return mode.distribution is Distribution.MATERIALIZED or (
         mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.GATHERED
     )
@@ -263,6 +264,8 @@ class ModesByBlock(FreeMapping):
 
     def convert(self, value: Any) -> Any:
         checked = super().convert(value)
+        # A block in two ranges would have two modes, and the order of a mapping's keys must not
+        # matter.
         ranges = (
             sorted((_parse_range(key), key) for key in checked) if checked is not INVALID else ()
         )

@@ -14,7 +14,7 @@ from ptrain.word import MeantWord, words_of
 
 MAX_SAMPLES = 2**31 - 1
 AUTO = "auto"
-PADDED = ", or `batch.pad=true`, which adds ignored targets"  # a remedy beside others
+PADDED = ", or `batch.pad=true`, which adds ignored targets"  # appended to other remedies
 
 
 class Rounding(MeantWord):
@@ -195,6 +195,8 @@ def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybr
             is_balanced = factor.placement.activations != S_STAR
             if attention is not None:
                 is_balanced = attention.is_balanced
+            # A balanced (zigzag) rank has an early and a late chunk, so that causal attention costs
+            # all ranks the same.
             chunks = ranks * (2 if is_balanced else 1)
         if factor.axis is Axis.TP and factor.placement.activations != R:
             slices = factor.degree

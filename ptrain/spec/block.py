@@ -272,8 +272,8 @@ class Dropouts(NamedTuple):
     hidden: float
 
 
-_OF_FAMILY: Any = None  # the family says it
-UNSAID: Any = object()  # what stands in a file's section for an option that the file does not say
+_OF_FAMILY: Any = None  # the default of the family
+UNSAID: Any = object()  # the value of an option that a file leaves out; None is a written null
 _RATE = (0.0, 0.99)
 _ABOVE_0 = (0.0, 1e6)
 

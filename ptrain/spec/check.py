@@ -31,7 +31,7 @@ from ptrain.spec.names import list_files, load_table
 from ptrain.spec.shorthand import REST
 from ptrain.spec.text import COMMAND_LINE, Findings, Tree, to_flow_yaml
 
-_MOST_LISTED = 12  # keys in a remedy
+_MOST_LISTED = 12  # keys in a remedy: more fill several lines
 _MOST_MEANT = 4  # places in a question
 _ALIKE = 0.85  # words this similar (`step`, `steps`) are a typo, even if another section has it
 
@@ -66,6 +66,7 @@ def for_foreign(route: Route, value: object, show: Show) -> str:
         The remedy, or "" if no tool has such a key.
     """
     word = ".".join(route).lower().replace("-", "_")
+    # A key may be known with its section (`zero_optimization.stage`) or without it.
     while not (answer := foreign_keys().get(word)) and "." in word:
         word = word.partition(".")[2]  # without its outermost section
     if isinstance(answer, Mapping):

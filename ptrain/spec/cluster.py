@@ -44,18 +44,17 @@ class _HomogeneousFigure(_HomogeneousLeaf, Real):
     pass
 
 
-# The default reserve of a GPU. `device_memory` is the capacity that torch reports, of which nothing
-# is taken yet. The figures are from torch's reports of CUDA out-of-memory errors ("process has X in
-# use, Y allocated by PyTorch, Z reserved but unallocated"), NCCL's issues and our measurements:
-# - CUDA's context and loaded kernels: 0.4 to 0.7 GiB (X - Y - Z of jobs on one GPU, as in
-#   HiDream-ai/VAREdit#6).
-# - NCCL: 0.5 to 0.7 GB for each communicator (NVIDIA/nccl#964); in one report 1.6 GB with one and 6
-#   GB with three or more (NVIDIA/nccl#864); in another 4.3 GB once all-to-all has run
-#   (NVIDIA/nccl#1685). X - Y - Z of training jobs on several GPUs is 1.4 GiB
-#   (wbfwonderful/Vad-R1#11) to 5.8 GiB. A job with many groups needs a larger reserve.
-# - Workspaces of cuBLAS and other kernels, which no derived peak contains: at most 0.39 GB
-#   (benchmarks/results/gpu_hbm3_2026-11-26.md, the column "allocated - lives").
-# 0.6 + 2 + 0.4 GiB make the constant part.
+# The default reserve of a GPU. `device_memory` is the full capacity that torch reports. The figures
+# are from torch's reports of CUDA out-of-memory errors ("process has X in use, Y allocated by
+# PyTorch, Z reserved but unallocated"), NCCL's issues and our measurements: - CUDA's context and
+# loaded kernels: 0.4 to 0.7 GiB (X - Y - Z of jobs on one GPU, as in   HiDream-ai/VAREdit#6). -
+# NCCL: 0.5 to 0.7 GB for each communicator (NVIDIA/nccl#964); in one report 1.6 GB with one and 6
+# GB with three or more (NVIDIA/nccl#864); in another 4.3 GB once all-to-all has run
+# (NVIDIA/nccl#1685). X - Y - Z of training jobs on several GPUs is 1.4 GiB
+# (wbfwonderful/Vad-R1#11) to 5.8 GiB. A job with many groups needs a larger reserve. - Workspaces
+# of cuBLAS and other kernels, which no derived peak contains: at most 0.39 GB
+# (benchmarks/results/gpu_hbm3_2026-11-26.md, the column "allocated - lives"). 0.6 + 2 + 0.4 GiB
+# make the constant part.
 _GPU_RESERVE = 3 * 2**30
 # Fragmentation is a share, as it grows with the memory. Z is 0.2 to 1 GiB in 8 of 13 reports of
 # cards with 80 to 141 GB, and 3.5 GiB in one. In four it is 14 GiB or more: this reserve does not

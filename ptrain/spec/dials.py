@@ -7,7 +7,8 @@ from ptrain.spec.leaf import Boolean, Choice, Dial, Either, Integer, section_dat
 from ptrain.word import MeantWord, Word, words_of
 
 MAX_SHARDS = 2**17
-STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own
+# kDefaultBucketBytesCap of torch/csrc/distributed/c10d/reducer.hpp, torch 2.13.
+STOCK_BUCKET_BYTES = 25 * 2**20
 WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
 

@@ -1,8 +1,8 @@
-"""The grammar of a spec: the keys that a file has and `spec.keys` has not, since they become
-something else: the model, the mesh, the placement, precision and batch, what blocks keep.
+"""The grammar of a spec's file: the keys that resolve to other types, such as the model, the mesh,
+the placement, precision and batch. `spec.keys` has all other keys.
 
-All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.load`
-refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` of them.
+All keys are reserved from the start, so that the schema only grows. `ptrain.spec.load` rejects keys
+that are not supported yet. `ptrain.spec.resolve` makes the `Spec`.
 """
 
 from dataclasses import dataclass, field, replace

@@ -121,12 +121,15 @@ def cycle_quotas(weights: Sequence[float]) -> tuple[int, ...]:
     if (total := sum(whole)) <= CYCLE:
         return whole
     quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
+    # Largest remainder: the quotas sum to CYCLE exactly, and each differs from its share by less
+    # than one sample.
     longest = sorted(range(len(rests)), key=lambda n: -rests[n])[: CYCLE - sum(quotas)]
     return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
 
 
 def _smallest_integers(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers that have exactly the ratio of the weights' decimal digits."""
+    # Decimal digits, because 0.1 and 0.2 have no exact ratio in binary.
     parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
     digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]
     powers = [power - len(behind) for behind, _, power in digits]

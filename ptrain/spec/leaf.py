@@ -178,6 +178,7 @@ class Integer(Leaf):
         return f"an integer in {self.low}..{self.high}{words}{_OR_NULL * self.accepts_null}"
 
     def convert(self, value: Any) -> object:
+        # `type`, because bool is a subclass of int: `true` must not count as 1.
         return value if type(value) is int and self.low <= value <= self.high else INVALID
 
     def suggest(self, value: Any) -> str:
@@ -210,6 +211,7 @@ class Real(Leaf):
         if not isinstance(value, int | float) or isinstance(value, bool):
             return INVALID
         above = value > self.low if self.excludes_low else value >= self.low
+        # Integers beyond the range of float would overflow in the conversion.
         return float(value) if above and value <= self.high and abs(value) < 10**300 else INVALID
 
     def suggest(self, value: Any) -> str:
@@ -403,6 +405,8 @@ class Either(Leaf):
 
     def convert(self, value: Any) -> object:
         for option in self.options:
+            # No other option accepts a mapping, and a fault that names the entry helps more than
+            # the list of options.
             if isinstance(option, FreeMapping) and isinstance(value, dict):
                 return option.parse(value)  # its fault names the entry
             try:

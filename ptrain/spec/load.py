@@ -368,6 +368,7 @@ def load(
     for place in without:
         _remove_key(tree, place)
     short = expand_shorthands(tree)
+    # A fault of a short form replaces the syntax faults of its parts, which follow from it.
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
     for route, fault in (find_unsupported(tree) | invalid).items():

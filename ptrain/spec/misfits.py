@@ -109,6 +109,7 @@ def _check_groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Faul
     """Yield a fault if the experts cannot be split into the groups, or too few groups are
     chosen."""
     chosen, of_token = shape.experts_per_token, shape.groups_per_token
+    # A group of one expert, or a single group, would not limit the routing.
     sizes = [size for size in divisors(experts) if 1 < size < experts]
     if experts % groups or experts // groups < 2:
         finding = f"{groups} groups cannot split {experts} experts into groups of "

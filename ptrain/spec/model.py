@@ -22,8 +22,8 @@ from ptrain.spec.leaf import Choice, Either, FreeMapping, Integer, Text
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
-BESIDE = "."  # a target's folder is that of the spec's file
-Vocabulary = tuple[int | None, str]  # how many tokens there are, if the spec says so, and where
+BESIDE = "."  # the folder of the spec's file, in which a target is searched
+Vocabulary = tuple[int | None, str]  # the number of tokens, if the spec has it, and its key
 
 
 class Family(StrEnum):
@@ -39,7 +39,7 @@ class Attention(StrEnum):
     FLEX = "flex"  # torch's flex_attention
 
 
-# Whose options stand for those that a shape does not say; tied, for what a file does not.
+# Defaults of options that a shape does not set; `tied` only of files.
 FAMILIES: Mapping[Family, Mapping[str, Any]] = {
     Family.LLAMA: {
         "norm": Norm.RMS,
@@ -136,7 +136,7 @@ class ModelShape(BlockOptions):
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that turn by their place; 0 where none do."""
+        """The features of a head with rotary embedding; 0 without rotary embeddings."""
         if self.positions is not Positions.ROPE:
             return 0
         return self.qk_rope_head_dim if self.is_latent else int(self.head_dim * self.rotary)
@@ -148,7 +148,7 @@ class ModelShape(BlockOptions):
 
     @property
     def width_of_expert(self) -> int:
-        """Features inside one of the experts."""
+        """The inner features of one expert."""
         return self.expert_ffn or self.ffn
 
     def has_experts(self, layer: int) -> bool:
@@ -183,7 +183,7 @@ class ModelShape(BlockOptions):
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding, and of the output head: those of tokens, and the padding."""
+        """The rows of the embedding and of the output head: one for each token, and the padding."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
@@ -192,7 +192,7 @@ class ModelShape(BlockOptions):
         return self.vocab_rows - self.vocab
 
     def without_dropout(self) -> "ModelShape":
-        """Return the shape that drops nothing out."""
+        """Return the shape without dropout."""
         return replace(
             self, dropout=0.0, embedding_dropout=None, attention_dropout=None, hidden_dropout=None
         )
@@ -206,6 +206,8 @@ class ModelShape(BlockOptions):
 def _has_operators_of(shape: ModelShape, family: Family) -> bool:
     """Return True if the tables of a family cover the allocations of a shape's blocks."""
     row = FAMILIES[family]
+    # The tanh approximation is one operator with the same tensors, so it has the tables of the
+    # exact function.
     activation = Activation.GELU if shape.activation is Activation.GELU_TANH else shape.activation
     if activation is not row["activation"] or shape.head_dim * shape.heads != shape.hidden:
         return False
@@ -216,7 +218,7 @@ def _has_operators_of(shape: ModelShape, family: Family) -> bool:
     return all(getattr(shape, name) == row.get(name, default) for name, default in _FIXED)
 
 
-# Options of which a table tells one alone: the family's, or else the default.
+# Options for which tables have only one value: the family's, or else the default.
 _FIXED = tuple(
     (option.name, option.default)
     for option in fields(BlockOptions)
@@ -227,10 +229,16 @@ _FIXED = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalModel:
-    """`{target: package.module:function}`: the function is called with `arguments`. `blocks` is a
-    pattern of the names of its blocks; None: as the module has them. `folder` is searched for the
-    target after everything that is installed: that of the file that names it. The model is the same
-    one wherever its file lies. `pretrained`: the folder of the weights that it begins with."""
+    """A model that a user's function builds: `{target: package.module:function}`.
+
+    Attributes:
+        target: The function.
+        arguments: Its arguments.
+        blocks: A pattern of the names of its blocks. None if the module determines them.
+        folder: The folder in which the target is searched after all installed packages. Models are
+            equal whatever their folder is.
+        pretrained: The folder of the initial weights.
+    """
 
     target: str
     arguments: dict[str, object] = field(default_factory=dict)

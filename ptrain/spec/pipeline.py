@@ -22,7 +22,7 @@ from ptrain.spec.text import read_bytes
 from ptrain.timeline import Kind
 from ptrain.word import MeantWord, Word, words_of
 
-MAX_CELLS = 1_000_000
+MAX_CELLS = 1_000_000  # a schedule of 1000 ranks and 500 micro-batches
 Pass = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 _PASS = re.compile(r"(\d{1,5})(F|B|I|W)(\d{1,6})")

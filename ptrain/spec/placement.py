@@ -90,6 +90,7 @@ class Placement:
         )
 
 
+# The only legal tuple of experts on ep (`shorthand.fault_of_experts`): each expert is on one rank.
 OF_EXPERTS = Placement(parameters=S, optimizer=S, gradients=S, activations=S)  # on ep
 
 
@@ -127,6 +128,8 @@ class Factor(NamedTuple):
 def axes_named(group: str) -> tuple[str, ...]:
     """Return the axes in the name of a process group: `ep_tp` is ep and tp. Any other name is a
     single axis."""
+    # Only cutting axes form joint groups (experts folded over ep and tp). `dp_shard` also contains
+    # an underscore, but is one axis.
     parts = tuple(group.split("_"))
     return parts if {*parts} <= {*CUTTING_AXES} else (group,)
 

@@ -38,7 +38,7 @@ _DTYPES = words_of((DType.FP32, DType.BF16, DType.FP16, DType.FP64))
 _ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2, DType.FP8: 1}
 
 
-FP8_CAPABILITY = 89  # the first compute capability with matrix units for fp8: Ada, then Hopper
+FP8_CAPABILITY = 89  # Ada, the first with matrix units for fp8; Hopper has 90
 
 
 class Matmul(MeantWord):
@@ -199,8 +199,12 @@ def custom_layout(
         master=(master or base.master) if has_master else None,
         moments=moments or base.moments,
     )
+    # Gradients underflow where they are computed, sent or stored in fp16. A master copy does not
+    # help.
     passed = (written.parameters, written.reduced, written.gradients)
     written = replace(written, scales_loss=DType.FP16 in passed)
+    # A layout has the name of a built-in one if it is equal to it, so that equal specs are written
+    # equally.
     named = (known for known in LAYOUTS.values() if replace(known, name=CUSTOM) == written)
     return next(named, written)
 

@@ -307,6 +307,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         remedy += "Transformers, add `model.hf`, its class."
         return PublishedModel(keys={}, faults=(*faults, FieldFault("", finding, remedy)))
     known = {*kind.sizes, *kind.demands, *kind.fields, "layer_types"}
+    # A field that another one implies is known with it: otherwise it would be reported as ignored.
     known |= {other for name, other in _IMPLIED.items() if name in known}
     ignored = list_ignored(config, known, written)
     faults += find_unbuilt(config, known)
@@ -319,6 +320,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         keys |= kind.read(config, faults)
         faults += _wrong_layers(config, keys)
         keys = {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
+    # A published config is foreign input: any field may be missing or have another type.
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         faults.append(FieldFault("", f"a field is missing or has the wrong type: {error}", WHOLE))
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)

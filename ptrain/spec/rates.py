@@ -38,9 +38,9 @@ class OperatorKind(Word):
 
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
-    ATTENTION_BACKWARD = "attention_backward"  # the same
-    VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
-    # Of all that follow the one dimension is bytes, read and written together.
+    ATTENTION_BACKWARD = "attention_backward"  # the same dimensions
+    VIEW = "view"  # views and allocations, which run no kernel
+    # The only dimension of the following kinds is the bytes read and written.
     POINTWISE = "pointwise"  # sums, products, masks
     ACTIVATION = "activation"  # elementwise exponentials: GELU, SiLU, tanh
     NORM = "norm"  # of rows: layer and RMS norms, sums, means
@@ -77,9 +77,9 @@ class Hook(Word):
     # Around any operator, views included; on a GPU, the time to issue it:
     FORWARD_OPERATOR = "forward_operator"
     BACKWARD_OPERATOR = "backward_operator"
-    HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
+    HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, which search its graph
     # In both passes of a layer:
-    RECOMPUTED_OPERATOR = "recomputed_operator"  # that is computed again
+    RECOMPUTED_OPERATOR = "recomputed_operator"  # in full recomputation
     SELECTED_OPERATOR = "selected_operator"  # selective: a dispatch mode decides per operator
     MOVED_OPERATOR = "moved_operator"  # its activations are offloaded
 
@@ -92,7 +92,7 @@ class LinkTier(Word):
 
 
 CALIBRATED = "ptrain calibrate"  # how the source of measured rates begins
-CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
+CLIP = "clip"  # a row of `updates`: the norm of all gradients, and their scaling
 
 
 class RateRow(NamedTuple):
@@ -155,6 +155,7 @@ class Rows(Leaf):
         return ({"type": "array", "items": {"type": "array", "minItems": least}},)
 
 
+# Rates are measurements of one version: a new kind of operator has no row in an older file.
 _ANEW = "If another version of ptrain wrote the file, run `ptrain calibrate` again."
 _FIGURE = Real("seconds, or a share", 0.0, 1e6, excludes_low=True, accepts_null=True)
 _BYTES = Size("bytes", high=2**50)

@@ -141,6 +141,7 @@ def _resolve_factors(
     if (degrees := _resolve_degrees(raw.mesh, world_size, findings)) is None:
         return None
     placement = raw.placement or PlacementRaw()
+    # The order of the file is the order of the mesh: Theorems 6.1 and 7.1 depend on it.
     without = [axis for axis in Axis if getattr(placement, axis.value) is None]
     for axis, degree in degrees.items():
         if degree > 1 and axis in without:
@@ -302,6 +303,7 @@ def _resolve_sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPo
 
     Gradients that are R on every reduced axis are reduced once, after the last micro-batch.
     """
+    # A sum that already contains a reduced part would count it once per rank (`dials.SyncPolicy`).
     whole = all(
         factor.placement[State.GRADIENTS].distribution is Distribution.REPLICATED
         for factor in factors
@@ -425,6 +427,7 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     recompute = raw.recompute or RecomputeRaw()
     policy = _resolve_policy(recompute, findings)
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
+    # A budget alone asks for recomputation, so blocks have M until the policy is selected.
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
     ranges: _Ranges = {_ALL: R} if modes is None else modes

@@ -63,6 +63,8 @@ def _load_preset(name: str | None, kind: type, report: Findings) -> Mapping[str,
     if name is None:
         return {}
     section, noun, folder, parts = _PRESETS[kind]
+    # A built-in name takes precedence over a file. Only built-in files are cached: a user may edit
+    # the others between two loads.
     path = list_files(folder).get(name)
     read_values = _read_builtin_values if path else _read_values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
@@ -106,6 +108,7 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
     if written is None:
         return None
     name = written.get("preset")
+    # Rate tables are the largest files of a spec. Most commands never need them.
     if written.keys() == {"preset"} and name in list_files("rates"):
         return Rates(preset=name)
     if (preset := _load_preset(name, Rates, report)) is None:
@@ -129,7 +132,7 @@ def expand_rates(rates: Rates) -> Rates:
     return rates if rates.preset is None else _load_rates(rates.preset)
 
 
-CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
+CHUNK = 1024  # tokens by default: 125 MiB of fp32 logits over a vocabulary of 32000
 CONFIG = "config.json"  # as a published model's folder has it
 _PRETRAINED = "model.pretrained"
 _ROPE, _OLD_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
@@ -352,6 +355,8 @@ def _resolve_shape(
         report.add("model", finding, f"Add them, or use a preset: {presets}.")
         return None
     shape = _make_shape(said)
+    # An override such as `positions=learned` makes the preset's rotary keys ineffective. The user
+    # did not write these, so that they are dropped and not reported.
     changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
     while gone := {
         void.name for void in find_ineffective_options(shape) if void.cause in changed
@@ -446,6 +451,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Clus
     cluster = Cluster(**values)
     return replace(
         cluster,
+        # 0: neither the preset nor the spec sets it. The cluster is then a single node.
         devices_per_node=cluster.devices_per_node or cluster.devices,
         inter_node_bandwidth=cluster.inter_node_bandwidth or cluster.intra_node_bandwidth,
     )

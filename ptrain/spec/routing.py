@@ -132,6 +132,7 @@ def _find_slips(plain: object) -> Iterator[str]:
                     yield f"{at}: no list of experts"
                     return
                 for expert, count in enumerate(choices):
+                    # `type`, because JSON's true is an int in Python.
                     if type(count) is not int or count < 0:
                         yield f"{at}: {count!r} for expert {expert} is not a count"
 

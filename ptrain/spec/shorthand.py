@@ -53,6 +53,8 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
         if root.get(key, ...) is None and not may_be_null:
             del root[key]  # a section that is null is not written
     _expand_reshard(root, findings)
+    # Strategies come first: they set tuples, which may name `dp` and lack policies that the next
+    # steps expand.
     placement = root.get("placement")
     if isinstance(placement, str):
         _expand_placement(root, placement, findings)

@@ -55,11 +55,12 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("placement", "tp", "experts"): _FOLDED,
 }
 _RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradient", "true")
-NEAR = 0.7  # difflib ratio below which two words count as unrelated
+NEAR = 0.7  # difflib ratio below which two words count as unrelated; 0.6 is difflib's default
 
 
 def closest_word(word: str, known: Iterable[str], *, cutoff: float) -> str:
     """Return the most similar word of `known`, or "" if none reaches `cutoff`."""
+    # Imported here: only faults need it, and every start would pay for it.
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in reversed(tuple(known))}

@@ -43,7 +43,7 @@ class ActivationSpec:
         every: Only every n-th block with mode M is recomputed, starting with the first; the others
             are R.
         budget: Peak memory in bytes, from which the policy is selected.
-        is_open: The policy is not selected yet. Until then, full recomputation stands for it.
+        is_open: The policy is not selected yet. Until then, full recomputation is assumed.
     """
 
     default: ActivationMode = PLAIN
@@ -77,16 +77,22 @@ class ActivationSpec:
         return tuple(modes)
 
     def distinct_of(self, blocks: int) -> tuple[ActivationMode, ...]:
-        """Return the modes of so many blocks, those that are one object once: blocks are many, and
-        modes slow to compare."""
+        """Return the distinct modes of `blocks` blocks. Equal modes are one object, so that they
+        are compared by identity: models have many blocks, and a comparison of modes is slow."""
         return tuple({id(kept): kept for kept in self.block_modes(blocks)}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """`chunk`: tokens of a micro-batch whose logits are there at once; None for all of them.
-    `fused`: by torch's linear_cross_entropy. `function` gives the loss of what the model returned,
-    `step` runs the model too: functions of the user's, of which there is at most one."""
+    """The loss of a training step.
+
+    Attributes:
+        chunk: Tokens of a micro-batch whose logits exist at once. None for all tokens.
+        fused: True for torch's linear_cross_entropy.
+        function: The user's function of the model's output that returns the loss.
+        step: The user's function that runs the model and returns the loss. At most one of the two
+            functions is set.
+    """
 
     chunk: int | None = None
     fused: bool = False
@@ -95,16 +101,20 @@ class LossSpec:
 
     @property
     def user_function(self) -> UserFunction | None:
-        """Return the one of the two that there is."""
+        """The user's function, or None for the built-in loss."""
         return self.function or self.step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Keys, Worded):
-    """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
-    the degrees is the world size. `trivial_factors` are those of degree 1 that have a tuple, which
-    is checked and means nothing else. `resolved` is the plain mapping that, written as YAML, loads
-    to this very spec.
+    """A complete, resolved spec.
+
+    Attributes:
+        factors: The axes with several ranks, outermost first. The product of their degrees is the
+            world size.
+        trivial_factors: The axes of degree 1 that have a tuple. The tuple is checked and has no
+            other effect.
+        resolved: A plain mapping that, written as YAML, loads to an equal spec.
     """
 
     name: str
@@ -128,17 +138,17 @@ class Spec(Keys, Worded):
 
     @property
     def vocab_padding(self) -> int:
-        """Logits per token that belong to no token: the last ones."""
+        """The number of logits per token that belong to no token. They are the last ones."""
         return self.model.vocab_padding if isinstance(self.model, ModelShape) else 0
 
     @property
     def log_every(self) -> int:
-        """Steps between two lines."""
+        """The number of steps between two log lines."""
         return self.log.every
 
     @property
     def user_functions(self) -> tuple[UserFunction, ...]:
-        """The functions of the user's that it names."""
+        """The user's functions that the spec names."""
         of_model = self.model.function if isinstance(self.model, ExternalModel) else None
         functions = of_model, self.data.function, self.loss.user_function
         return tuple(function for function in functions if function is not None)
@@ -154,7 +164,7 @@ class Spec(Keys, Worded):
 
     @property
     def data_degree(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks with different samples."""
         return math.prod(self.degree(axis) for axis in SAMPLE_AXES)
 
     @property
@@ -164,7 +174,7 @@ class Spec(Keys, Worded):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of a sample that a rank has in all of the model."""
+        """The number of tokens of a sample that a rank has throughout the model."""
         return self.batch.sequence // math.prod(self.degree(axis) for axis in TOKEN_AXES)
 
     @property
@@ -187,7 +197,7 @@ class Spec(Keys, Worded):
 
     @property
     def routed_tokens(self) -> int:
-        """Tokens of a sample that a rank routes."""
+        """The number of tokens of a sample that a rank routes to experts."""
         return self.own_tokens // math.prod(self.degree(axis) for axis in self.folded_axes)
 
     @property
@@ -196,6 +206,8 @@ class Spec(Keys, Worded):
         neither is set."""
         if self.device != "auto":
             return self.device == "cuda"
+        # A figure that differs between CPUs and GPUs is claimed only if it is certain which of them
+        # runs it.
         return self.cluster is None or self.cluster.kind != "cpu"
 
     @property
@@ -231,7 +243,7 @@ class Spec(Keys, Worded):
         return any(self.degree(axis) > 1 for axis in axes)
 
     def axes_where(self, state: State, *distributions: Distribution) -> tuple[Axis, ...]:
-        """The mesh axes, outermost first, on which `state` has one of these distributions."""
+        """Return the axes, outermost first, on which `state` has one of these distributions."""
         return tuple(
             factor.axis
             for factor in self.factors

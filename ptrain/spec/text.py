@@ -204,7 +204,8 @@ def parse_scalar(text: str) -> object:
         return text
     if _INTEGER.fullmatch(text):
         if len(text) > 400:
-            return float("-inf" if text[0] == "-" else "inf")  # no field accepts such a number
+            # Python converts at most 4300 digits, and 400 exceed every float
+            return float("-inf" if text[0] == "-" else "inf")
         return int(text, 0 if text[:2] in ("0x", "0o") else 10)
     if _FLOAT.fullmatch(text):
         return float(text)

@@ -207,6 +207,8 @@ def _precision_section(precision: Precision) -> dict[str, object]:
         compute["matmul"] = precision.matmul.value
     if layout.name != CUSTOM:
         return {"layout": layout.name, **compute}
+    # `keeps_both` has no key of its own: only the named layout on which the dtypes are based sets
+    # it.
     base = next(known for known in LAYOUTS.values() if known.keeps_both is layout.keeps_both)
     return {
         "layout": base.name,

@@ -14,8 +14,8 @@ from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.wraps import PlanStep
 from ptrain.units import ceil_div, grouped
 
-Span = tuple[int, int]  # first token, and the one behind the last
-ByLayer = Mapping[str, Sequence["RankRows"]]  # of each layer those of every micro-batch
+Span = tuple[int, int]  # the first token, and the one after the last
+ByLayer = Mapping[str, Sequence["RankRows"]]  # by layer, the rows of every micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,7 @@ def even_rows(spec: Spec, step: ExpertParallel) -> RankRows:
     ranks, number = ranks_over(spec, spec.expert_axes), num_choices(spec, step)
     if step.places is not None:
         number = spec.batch.micro * step.number * step.places
+    # Equal numbers on all ranks make the figures of a balanced routing independent of the rank.
     share, more = divmod(number, step.number)
     return RankRows(number, step.number // ranks * share + ceil_div(more, ranks), number)
 
@@ -200,6 +201,8 @@ def _biased_choices(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
     often."""
     own = step.number // ranks_over(spec, spec.expert_axes)
     tokens = num_choices(spec, step) // step.chosen
+    # A token chooses different experts, so a rank with fewer experts than choices cannot take all
+    # rows.
     first = tokens * min(step.chosen, own)
     others = _split_evenly(num_choices(spec, step) - first, step.number - own)
     before = rank * own
@@ -207,6 +210,7 @@ def _biased_choices(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
 
 
 def _split_evenly(number: int, experts: int) -> Choices:
+    # A rank may have all experts, so that no other expert is left.
     share, more = divmod(number, max(experts, 1))
     return tuple(share + (expert < more) for expert in range(experts))
 

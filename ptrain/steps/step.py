@@ -329,8 +329,8 @@ class Accumulate(PlanStep):
     micro_batches: int
 
 
-# A processor adds a tensor's squares one after the other: in fp32 that is off by 1e-5 at 1M
-# elements and by 1e-2 at 100M. Longer tensors than this go row by row.
+# A CPU adds a tensor's squares one after the other, with a relative error in fp32 of 1e-5 at 1M
+# elements and of 1e-2 at 100M. The norm of a longer tensor is therefore computed row by row.
 LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 
 
@@ -359,6 +359,8 @@ class Clip(PlanStep):
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
         """The groups of tensors with a separate norm, each given by the operator axes that shard
         them: all operator axes first, then the first one only, and last none."""
+        # The axes are nested: experts are sharded over ep, or over ep within tp, but no tensor over
+        # ep alone if tp shards operators too.
         return tuple(self.operator_axes[:count] for count in range(len(self.operator_axes), -1, -1))
 
     def group_of(self, cutting: Collection[Axis]) -> int:
@@ -373,7 +375,7 @@ class Update(PlanStep):
 
     optimizer: str
     layout: Layout
-    scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
+    scale_axes: tuple[Axis, ...] = ()
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
@@ -425,6 +427,7 @@ class Plan(PlanAxes, Worded):
         assert len(by_name) == len(self.steps), "two steps of a kind"
         assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
+            # Attributes, because predictions read single steps many thousand times in a search.
             object.__setattr__(self, name, by_name.get(name))
 
     @property

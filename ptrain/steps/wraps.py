@@ -151,7 +151,7 @@ class Form(Enum):
 
 
 REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)  # gradients are summed by DistributedDataParallel
-BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
+BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor is sharded by rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +184,8 @@ class Replicate(WrapStep):
 
     @property
     def policy(self) -> SyncPolicy:
+        # DDP reduces whole buckets. A bucket that contains an already reduced sum would count it
+        # once per rank.
         return SyncPolicy(gradients=GradientSync.LAST)
 
     def drop_axis(self, axis: Axis) -> Replicate | LocalGradients:
@@ -197,6 +199,8 @@ class Replicate(WrapStep):
 
     @property
     def treats_equal_blocks_alike(self) -> bool:
+        # ZeroRedundancyOptimizer assigns the largest tensors first, so that an owner depends on all
+        # tensors.
         return not self.zero_redundancy
 
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
@@ -249,7 +253,7 @@ class FullyShard(WrapStep):
     def reduced_axes(self) -> tuple[Axis, ...]:
         return self.shard_axes
 
-    # what is cut, gathered and reduced by unit are the same shards
+    # FSDP2 has one mesh per unit: the same axes shard, all-gather and reduce
     row_axes = gathered_by_unit = reduced_by_unit = reduced_axes
 
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:

@@ -80,8 +80,8 @@ def _attention(call: AttentionCall) -> FusedAttention | None:
 # A100, H100 and B200. Torch chooses by capability, so that a row holds for other GPUs of one.
 CAPABILITIES = (80, 90, 100)
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
-WIDEST = 512  # head_dim: no kernel of torch 2.13 supports more than 256
-BATCH, HEADS = 3, 5
+WIDEST = 512  # the largest head_dim of the table
+BATCH, HEADS = 3, 5  # odd, so that a padding of either would show
 # Lengths below, between and at the multiples to which kernels pad rows, so that a multiple is
 # unique.
 SEQUENCES = (2, 33, 77, 1000, 1024)

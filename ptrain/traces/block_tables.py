@@ -267,6 +267,7 @@ def trace_stage(
         layers: The number of its layers.
         in_halves: False to trace the full backward pass only.
     """
+    # The other stages are not run. One layer each is the smallest model that has them.
     counts = tuple(layers if other is place else 1 for other in _STAGES)
     setting = replace(setting, shape=replace(setting.shape, layers=sum(counts)))
     cuts, index = cuts_of(setting, counts), _STAGES.index(place)
@@ -419,6 +420,7 @@ def _entry_index(trace: CodedTrace, block: int) -> int:
 def _moved_sizes(trace: CodedTrace) -> Coded:
     """Return the sizes of the storages that a block's forward moves off the device."""
     counts = Counter(trace.size(number) for number, _ in trace.recording.moved)
+    # Storages that leave the device are listed for the full model, not by layer.
     assert all(times % LAYERS == 0 for times in counts.values()), "the blocks do not repeat"
     return [size for size, times in counts.items() for _ in range(times // LAYERS)]
 

@@ -113,6 +113,8 @@ def _undivided_work(layers: int, whole: Recording, halves: Recording | None) -> 
     nothing = LayerWork(forward=(), backward=())
     if not layers:
         return ModelWork(front=all_of_it, layers=(), behind=nothing)
+    # The sum over layers is right, although their division is unknown. A wrap then finds all
+    # compute in the first layer.
     others = (nothing,) * (layers - 1)
     return ModelWork(front=nothing, layers=(all_of_it, *others), behind=nothing)
 
@@ -135,6 +137,7 @@ def pass_work(computed: Computed) -> PassWork:
 
     def entry(group: WorkGroup) -> Operator | InnerCollective:
         operator = group.what.operator
+        # A collective that overlaps others is never merged: each has a different wait.
         if isinstance(operator, InnerCollective) and group.beside:
             return operator._replace(beside=group.beside)
         return operator._replace(times=group.times)

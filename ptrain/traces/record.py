@@ -208,9 +208,8 @@ class Recorder(Ledger):
         place, last = next(
             (p, e) for p in places if isinstance(e := self.events[p], StorageAllocated)
         )
-        # AccumulateGrad copies a gradient with `clone` or, for a layout that differs from the
-        # parameter's, with `empty_strided` (torch/csrc/autograd/utils/grad_layout_contract.h,
-        # `clone_obey_contract`, torch 2.13).
+        # AccumulateGrad copies by `new_empty_strided` and `copy_`, or by `clone` for a parameter
+        # that is not dense (torch/csrc/autograd/utils/grad_layout_contract.h, torch 2.13).
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
         freed: tuple[int, ...] = ()
         if cloned:

@@ -114,8 +114,7 @@ def factorised(
 
 
 # Distinct primes, none of which divides another dimension: a size then factors in one way. 67 rows
-# of the vocabulary are not divisible by 3 ranks, and exceed the hidden size, as the fused loss
-# requires.
+# of the vocabulary are not divisible by 3 ranks, as in models whose last shard is smaller.
 TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {
     Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},

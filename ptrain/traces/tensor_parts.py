@@ -326,6 +326,8 @@ def _played_here(request: _PartRequest) -> list[Traced]:
         gc.freeze()
     try:
         with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+            # Through JSON, as the answers of other processes come: equal types, whichever process
+            # traced a part.
             answers: list[Traced] = json.loads(json.dumps(encode(_trace_request(request))))
             return answers
     except (PtrainError, RuntimeError, ValueError, OSError, ImportError, *PYTHONS):
@@ -433,6 +435,7 @@ def _part_of(
 
 def _copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of the module that shares its parameters, until they are replaced."""
+    # Sharding replaces parameters and never changes them, so that copies may share them.
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 

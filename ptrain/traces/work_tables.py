@@ -67,7 +67,7 @@ from ptrain.traces.settings import (
     symbols,
 )
 
-SEVERAL = 2  # samples of a batch that has several
+SEVERAL = 2  # samples of a batch that has several: one sample has fewer copies in the loss
 # Numbers of chunks whose traces are compared: primes, so that a number of repetitions is not also a
 # dimension, and large enough that the first and last chunks do not meet.
 CHUNKS = (5, 7)
@@ -277,7 +277,7 @@ def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
     return pieces._replace(front=front, every=every)
 
 
-ULYSSES = 3
+ULYSSES = 3  # ranks that exchange heads: a prime that is no dimension of these settings
 _OF_HEADS = ("hidden", "heads", "kv_heads")
 _LAYERS = 3  # the first, one that repeats, and the last
 _BEFORE, _BEHIND = 29, 1  # ranks before and after; their sum plus one is a prime too
