@@ -196,7 +196,7 @@ class Broken(ChatTemplate):
         super().__init__(chat_folder)
         self.at = at
 
-    def samples(self, chat: Chat) -> Any:
+    def make_samples(self, chat: Chat) -> Any:
         self.at -= 1
         if self.at < 0:
             raise KeyboardInterrupt

@@ -87,7 +87,7 @@ def test_where_one_rank_cannot_join_none_has_such_a_group(
     calls = iter(range(9))
     elsewhere = "/nowhere/ranks"
     monkeypatch.setattr(
-        exchange, "_first", lambda path, s: first(path if next(calls) else elsewhere, s)
+        exchange, "_open_connection", lambda path, s: first(path if next(calls) else elsewhere, s)
     )
     assert on_ranks(3, lambda rank, gather: connect_ranks(rank, 3, 10.0, gather)) == [None] * 3
 

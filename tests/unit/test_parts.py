@@ -92,7 +92,7 @@ class Shared:
     def __init__(self) -> None:
         self.told: list[dict[str, str]] = []
 
-    def first(self, value: dict[str, str]) -> dict[str, str]:
+    def broadcast(self, value: dict[str, str]) -> dict[str, str]:
         self.told.append(value)
         return value
 
