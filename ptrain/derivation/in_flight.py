@@ -285,11 +285,14 @@ class RankStep:
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
         )
 
+    def recorded_pass(self, stage: _Stage, key: Hashable) -> Did | None:
+        """Return the recorded result of an equal pass, or None."""
+        return None if self.is_alone else stage.part.known.get(key)
+
     def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
         """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
-        known = None if self.is_alone else stage.part.known.get((kind, id(passes), before))
-        if known is not None:
+        if (known := self.recorded_pass(stage, (kind, id(passes), before))) is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:

@@ -64,7 +64,7 @@ class GradientsOfUnit(Life):
         self._gradients.for_update()
 
     def take_working(self) -> None:
-        self._working = self._gradients.working()
+        self._working = self._gradients.update_gradient()
 
     def forget_working(self) -> None:
         self._working = None

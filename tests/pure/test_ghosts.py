@@ -174,12 +174,12 @@ def test_an_update_in_place_keeps_and_casts_what_the_layout_says(layout, optimiz
     kept = FACTS.numel * (moments * layout.moments.itemsize + master)
     counters = 4 * len(FACTS.tensors) if optimizer == "adamw" else 0
     assert update.optimizer_bytes(0) == kept + counters
-    casts = (layout.gradients is not layout.updated) + moments * (
-        layout.moments is not layout.updated
+    casts = (layout.gradients is not layout.update_dtype) + moments * (
+        layout.moments is not layout.update_dtype
     )
-    is_own = optimizer == "sgd" and layout.updated.itemsize == 2
+    is_own = optimizer == "sgd" and layout.update_dtype.itemsize == 2
     scalars = 3 * 4 * is_own  # of ptrain's SGD with momentum
-    rises = [unit.numel * casts * layout.updated.itemsize + scalars for unit in FACTS.units]
+    rises = [unit.numel * casts * layout.update_dtype.itemsize + scalars for unit in FACTS.units]
     assert list(update.temporary_bytes(0)) == rises[1:], (
         "a block, which stands for both, and the root"
     )
@@ -189,7 +189,7 @@ def test_an_update_in_place_keeps_and_casts_what_the_layout_says(layout, optimiz
 def test_muon_works_in_place_on_a_matrix_at_a_time(layout):
     spec, plan = planned({}, layout=layout, optimizer="muon")
     block = FACTS.units[0]
-    casts = (layout.gradients is not layout.updated) + 0
+    casts = (layout.gradients is not layout.update_dtype) + 0
     temporaries = muon_temporaries((5, 3), DType.FP32, scaled=layout.scales_loss)
     update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
     assert next(iter(update.temporary_bytes(0))) == casts * 4 * block.numel + temporaries

@@ -38,14 +38,14 @@ def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: 
     master = layout.master.itemsize if layout.master else 0
     kept = FACTS.numel * (moments * layout.moments.itemsize + master)
     assert update.optimizer_bytes(0) == kept + 4 * numbers * len(FACTS.tensors)
-    casts = (layout.gradients is not layout.updated) + moments * (
-        layout.moments is not layout.updated
+    casts = (layout.gradients is not layout.update_dtype) + moments * (
+        layout.moments is not layout.update_dtype
     )
     rises = [
         casts * unit.numel + TEMPORARIES[name] * max(map(math.prod, unit.shapes))
         for unit in FACTS.units[1:]
     ]
-    assert list(update.temporary_bytes(0)) == [rise * layout.updated.itemsize for rise in rises]
+    assert list(update.temporary_bytes(0)) == [rise * layout.update_dtype.itemsize for rise in rises]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -34,7 +34,7 @@ def spec_of(strategy: str, *changes: str) -> Spec:
 def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Facts of which every layer has run, here and in the processes that play the ranks."""
     monkeypatch.setattr(rank_part, "block_kinds", nothing)
-    monkeypatch.setattr(tensor_parts, "Popen", patched(rank_part__alike=nothing))
+    monkeypatch.setattr(tensor_parts, "Popen", patched(rank_part__block_kinds=nothing))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._request_answers.cache_clear()
     return facts_of(spec)
