@@ -11,10 +11,10 @@ from _by_hand import adamw, fully_sharded, loop, zero_redundancy_adamw
 from _gpu_cases import RANKS, StepCase, asked_words
 from _script import table_head, table_row
 from _steps import bound, legal, paired, program_steps, replicated, samples
-from ptrain.derivation.estimate import token_operations
 from torch import nn
 from torch.distributed import GradBucket
 
+from ptrain.derivation.estimate import token_operations
 from ptrain.errors import SpecError
 from ptrain.models import compiled
 from ptrain.models.initialize import build_model, initialize

@@ -88,7 +88,12 @@ RESULT = selftest.SpecResult(
 
 @pytest.mark.parametrize(
     "change",
-    [{"holds": False}, {"difference": 2e-4}, {"difference": float("inf")}, {"error": "rank 1 died"}],
+    [
+        {"holds": False},
+        {"difference": 2e-4},
+        {"difference": float("inf")},
+        {"error": "rank 1 died"},
+    ],
 )
 def test_a_spec_passes_only_if_everything_does(change):
     assert RESULT.has_passed

@@ -145,7 +145,9 @@ def test_a_trace_of_other_code_is_another(
         monkeypatch.setattr(cache, "_source_digest", lambda: "edited")
     else:
         monkeypatch.setattr(
-            cache, "_package_version", lambda name, otherwise=None: f"{name} {1 + (name == package)}.0"
+            cache,
+            "_package_version",
+            lambda name, otherwise=None: f"{name} {1 + (name == package)}.0",
         )
     cache.read_or_cache(spec_of(), reader)
     assert reader.calls == 2

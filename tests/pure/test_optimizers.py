@@ -45,7 +45,8 @@ def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: 
         casts * unit.numel + TEMPORARIES[name] * max(map(math.prod, unit.shapes))
         for unit in FACTS.units[1:]
     ]
-    assert list(update.temporary_bytes(0)) == [rise * layout.update_dtype.itemsize for rise in rises]
+    expected = [rise * layout.update_dtype.itemsize for rise in rises]
+    assert list(update.temporary_bytes(0)) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
