@@ -501,7 +501,7 @@ class Program:
         )
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Yield every live local tensor with its state; a storage may appear twice."""
+        """Yield every live local tensor but activations, with its state; storages may repeat."""
         yield from self.wrapped.storages()
         yield from self.update.storages()
         if self.scaling is not None:

@@ -60,7 +60,7 @@ class ComparedFigure:
 
     @property
     def difference(self) -> int | float | None:
-        """Head minus base; None if one of them is unknown."""
+        """Head minus base, where a missing side counts as 0; None if the figure is unknown."""
         return (self.head or 0) - (self.base or 0) if self.is_known else None
 
     @property

@@ -123,7 +123,8 @@ class ReferenceContinuation:
 
     @contextmanager
     def step_context(self, step: int) -> Iterator[None]:
-        """Run the reference from the state before a step, and record the step's update."""
+        """Run the reference from the state before a step; while the context is open, record the
+        updates of the run."""
         with fork_generators():
             # The reference must not advance the generators of the run.
             self.continue_from(step)

@@ -48,7 +48,8 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
 
 
 def balance_text(step: ContextParallel) -> str:
-    """Return a sentence about the ranks with the most and the fewest scores."""
+    """Return a sentence about the ranks with the most and the fewest attention scores, as multiples
+    of the mean."""
     of_mean = relative_scores(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:

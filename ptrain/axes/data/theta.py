@@ -211,7 +211,8 @@ class Parameters(Generic[T]):
         )
 
     def finish_update(self) -> None:
-        """Complete the gather that was issued while other units were updated."""
+        """Wait for the gather of updated parameters that was issued while other units were updated,
+        and write its result to the stored parameters."""
         if self._storing is not None:
             held = self._storing.wait()
             self._storing = None

@@ -147,7 +147,7 @@ class ShardTarget(Generic[T]):
 
 
 class TensorsUpdate(Generic[T]):
-    """The update of one unit by full tensors."""
+    """The update of one unit by full tensors, in training and in predictions."""
 
     def __init__(self, unit: UnitState[T]) -> None:
         assert not unit.step.updated, "whole tensors are updated where the update is on no shard"
