@@ -122,7 +122,7 @@ def parts(device: str) -> dict[str, str]:
     for module in sorted(Path(ptrain.internals.__path__[0]).glob("*.py")):
         if module.stem not in ("__init__", "part"):
             own = import_module(f"ptrain.internals.{module.stem}").PARTS
-            faults = [fault for part in own for fault in part.faults(torch.__version__)]
+            faults = [fault for part in own for fault in part.find_differences(torch.__version__)]
             found[f"private names: {module.stem}"] = "; ".join(faults) or OK
     found["C compiler"] = OK if shutil.which("gcc") or shutil.which("clang") else "missing"
     found["C++ compiler"] = "missing" if lacks_compiler() else OK

@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/report": 2470,
     "ptrain/runtime": 1000,
     "ptrain/selection": 2850,
-    "ptrain/simulation": 1040,
+    "ptrain/simulation": 1050,
     "ptrain/spec": 4130,
     "ptrain/steps": 460,
     "ptrain/traces": 2160,

@@ -47,6 +47,12 @@ def _alignment(spec: Spec) -> Iterator[Fault]:
 def _capability(spec: Spec) -> Iterator[Fault]:
     if spec.precision.matmul is Matmul.NONE or not spec.is_for_cuda:
         return
+    if spec.cluster is not None and spec.sm is None:
+        yield Fault(
+            place=_KEY,
+            finding="the cluster states no compute capability, as AMD's GPUs have none",
+            remedy=f"State `cluster.sm`, or use `{_KEY}=none`.",
+        )
     if spec.sm is not None and spec.sm < FP8_CAPABILITY:
         yield Fault(
             place=_KEY,

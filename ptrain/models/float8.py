@@ -6,7 +6,8 @@ and cast. The product is divided by both scales. With a scale per tensor, x and 
 e5m2, which has a larger range. With a scale per row of the left factor and per column of the right
 factor, all are e4m3 and scales are rounded down to powers of two, so that scaling is exact.
 
-Backward keeps x and W in their dtype and casts them again: other operators keep x too, a wrapper
+Backward keeps x and W in their dtype and casts them again (a compiled program may keep the fp8
+copies instead): other operators keep x too, a wrapper
 frees and gathers W, and scales per row differ between the three products.
 
 CUDA devices multiply by `torch._scaled_mm`. On CPUs the operator `ptrain::scaled_mm` has the same

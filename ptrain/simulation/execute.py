@@ -50,6 +50,7 @@ from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
+from ptrain.steps.step import Plan
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.facts import why_not_compiled
 from ptrain.train.probe import FIRST_STEADY, setup_traffic
@@ -65,6 +66,7 @@ _ALIKE = {
 }
 _ATTENTION = "aten::_scaled_dot_product_"
 _GROUPED = "_grouped_mm"  # torch's operator, or ptrain's if torch has none
+_SCALED = "scaled_mm"  # ptrain's operator of fp8 products on CPUs; torch has a formula of its own
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
@@ -107,8 +109,9 @@ class OperationsMeter(OperatorMode):
                 attends = "backward" not in name
                 args = _with_equal_heads(args, is_backward=not attends)
             self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
-        elif function._schema.name.endswith(f"::{_GROUPED}"):  # torch has no formula of it
-            self._add(2 * sum(map(math.prod, matrix_products(_GROUPED, args))))
+        elif (name := function._schema.name.partition("::")[2]) in (_GROUPED, _SCALED):
+            # torch has no formula of these
+            self._add(2 * sum(map(math.prod, matrix_products(name, args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
 
@@ -172,6 +175,8 @@ def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any,
 SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3  # any value: no figure depends on it
 _IN_PROGRAMS = "a compiled program does not mark the operators that it recomputes"
+# Products of both passes run in an autograd.Function, where no gradients are enabled.
+_IN_FP8 = "a recomputed fp8 product looks like one of the backward pass"
 _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 
@@ -184,7 +189,7 @@ class SimulatedRank:
         run: The record of the steady step.
         seconds: The wall time of each part of the simulation.
         replayed: The number of blocks of each stage of which only a few ran; None if all ran.
-        recomputes_in_programs: True if compiled programs recompute activations.
+        uncounted: The reason why operations are not counted; empty if they are.
     """
 
     rank: int
@@ -193,7 +198,7 @@ class SimulatedRank:
     run: StepRecord
     seconds: dict[str, float]
     replayed: int | None = None
-    recomputes_in_programs: bool = False
+    uncounted: str = ""
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -206,10 +211,10 @@ class SimulatedRank:
             memory=self.run.resident,
             peak=self.run.peaks,
             traffic=add_traffic((*steady, *once)),
-            operations=() if self.recomputes_in_programs else (self.run.operations,),
+            operations=() if self.uncounted else (self.run.operations,),
             undefined={
                 "wire": "fake ranks have no sockets",
-                **({"operations": _IN_PROGRAMS} if self.recomputes_in_programs else {}),
+                **({"operations": self.uncounted} if self.uncounted else {}),
             },
         )
 
@@ -278,7 +283,7 @@ def simulate(
     """
     require_ranks(spec, [str(rank)])
     if not rehearse and (why := why_not_compiled(spec)):
-        raise refused("compile", why, "Use `compile=none`, or add `--rehearse`.")
+        raise refused("compile", why, "Use `compile=none`.")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.
@@ -418,8 +423,15 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRa
         device=str(world.device),
         run=run,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
-        recomputes_in_programs=None not in (program.plan.compiled, program.plan.keep),
+        uncounted=_uncounted_reason(program.plan),
     )
+
+
+def _uncounted_reason(plan: Plan) -> str:
+    """Return why recomputed operations of a plan cannot be counted; empty if they can."""
+    if plan.keep is None:
+        return ""
+    return _IN_PROGRAMS if plan.compiled is not None else _IN_FP8 if plan.quantize else ""
 
 
 def _follow_routing(program: Program) -> None:

@@ -96,9 +96,9 @@ def is_order_sensitive(spec: Spec) -> bool:
         layout.update_dtype,
         layout.moments,
     )
-    coarse = any(dtype not in _FIXED for dtype in dtypes)
-    if spec.precision.matmul is not Matmul.NONE:  # a rounding may move a factor by an fp8 step
-        return layout.parameters is not DType.FP64
+    # A rounding may move a factor by an fp8 step.
+    is_fp8 = spec.precision.matmul is not Matmul.NONE and layout.parameters is not DType.FP64
+    coarse = is_fp8 or any(dtype not in _FIXED for dtype in dtypes)
     return coarse or (
         spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ptrain.cli.main import main
 from ptrain.facts.float8 import products_of
 from ptrain.models.float8 import Float8Linear, use_float8
 from ptrain.models.initialize import build_model
@@ -127,3 +129,12 @@ def test_all_linear_layers_of_blocks_multiply_fp8_except_the_listed_ones(name):
         name.rpartition(".")[0] for name, value in module.named_parameters() if value.dim() > 1
     }
     assert scaled == set(products.scaled) and scaled | left == matrices and not scaled & left
+
+
+def test_a_simulation_counts_the_operations_of_fp8_products(capsys):
+    words = ["zero1", "model.layers=2", "precision.matmul=fp8-tensorwise"]
+    assert main(["simulate", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "operations backward" in shown
+    (equal,) = re.findall(r"(\d+) of (\d+) figures are equal", shown)
+    assert equal[0] == equal[1]
