@@ -249,7 +249,7 @@ FILES: dict[str, Words] = {
     "ptrain/selection/space.py": Words(12, 9, 0),
     "ptrain/selection/where.py": Words(13, 3, 0),
     "ptrain/simulation/equal_blocks.py": Words(1, 2, 0),
-    "ptrain/simulation/execute.py": Words(4, 2, 0),
+    "ptrain/simulation/execute.py": Words(4, 1, 0),
     "ptrain/simulation/living.py": Words(4, 0, 0),
     "ptrain/simulation/replay.py": Words(5, 2, 0),
     "ptrain/spec/activations.py": Words(4, 2, 0),

@@ -189,7 +189,7 @@ class SimulatedRank:
         run: The record of the steady step.
         seconds: The wall time of each part of the simulation.
         replayed: The number of blocks of each stage of which only a few ran; None if all ran.
-        uncounted: The reason why operations are not counted; empty if they are.
+        why_uncounted: The reason why operations are not counted; empty if they are.
     """
 
     rank: int
@@ -198,7 +198,7 @@ class SimulatedRank:
     run: StepRecord
     seconds: dict[str, float]
     replayed: int | None = None
-    uncounted: str = ""
+    why_uncounted: str = ""
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -211,10 +211,10 @@ class SimulatedRank:
             memory=self.run.resident,
             peak=self.run.peaks,
             traffic=add_traffic((*steady, *once)),
-            operations=() if self.uncounted else (self.run.operations,),
+            operations=() if self.why_uncounted else (self.run.operations,),
             undefined={
                 "wire": "fake ranks have no sockets",
-                **({"operations": self.uncounted} if self.uncounted else {}),
+                **({"operations": self.why_uncounted} if self.why_uncounted else {}),
             },
         )
 
@@ -423,7 +423,7 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRa
         device=str(world.device),
         run=run,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
-        uncounted=_uncounted_reason(program.plan),
+        why_uncounted=_uncounted_reason(program.plan),
     )
 
 
