@@ -44,12 +44,12 @@ class Interlude:
         """Be the guard of whichever training asks for one."""
         return self
 
-    def around(
+    def step_context(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         return self._around(watch)
 
-    def judge(self, *_: object) -> None:
+    def check_step(self, *_: object) -> None:
         """Nothing is judged."""
 
     @contextmanager

@@ -179,7 +179,7 @@ def names_axis(node: ast.AST, axis: str) -> bool:
 
 def _looks_up(node: ast.AST) -> bool:
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="archive"), attr="table")):
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="archive"), attr="read_table")):
             return True
         case _:
             return False

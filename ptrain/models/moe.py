@@ -106,7 +106,7 @@ class Journey:
 
     def overlapped_result(self) -> Tensor:
         """Return the result of the overlapped computation, after rows are back."""
-        assert self._beside is not None, "compute_beside was called first"
+        assert self._beside is not None, "set_overlapped was called first"
         return self._beside()
 
     def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | N
     """Return the result of `read` on fake tensors; None if it reads values or fails only on fakes.
 
     Raises:
-        CodeRaised: The code would raise on real tensors too.
+        UserCodeError: The code would raise on real tensors too.
     """
     try:
         with fake_tensors(mode):

@@ -71,7 +71,7 @@ def input_not_replicated(program: Program) -> None:
     """A sub-block's input is not made Replicate: nobody sums its users' gradients over the ranks.
     Megatron's copy operator without its all-reduce."""
     (mlp,) = modules(program, r"blocks\.1\.mlp")
-    assert remove_hooks(mlp, "WholeInput._apply.<locals>") == 1
+    assert remove_hooks(mlp, "FullInput._apply.<locals>") == 1
     mesh = program.mesh.submesh((Axis.TP,))
     mlp.register_forward_pre_hook(lambda _, args: (_NotReplicated.apply(args[0], mesh), *args[1:]))
 

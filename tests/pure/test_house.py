@@ -18,7 +18,7 @@ FILES = {
     "ptrain/plan/__init__.py": "",
     "ptrain/plan/lower.py": (
         "from ptrain.axes.data import form\n\nkey = 'tp'\n\n\n"
-        "class TableSetting: ...\n\n\narchive.table(key)\n"
+        "class TableSetting: ...\n\n\narchive.read_table(key)\n"
     ),
     "ptrain/axes/__init__.py": "",
     "ptrain/axes/data/__init__.py": "",
