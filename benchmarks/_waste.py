@@ -30,7 +30,7 @@ TEMPORARY = "planted"  # the name of what is allocated for nothing
 
 # By the name of a method: the place of its argument that names the group's axes.
 SENDS = {"send": 1, "all_reduce": 1}
-GATHERS = {"gather": 2, "start_gather": 2, "all_gather": 2}
+GATHERS = {"gather_part": 2, "start_gather": 2, "all_gather": 2}
 SCATTERS = {"reduce_scatter": 2, "start_reduce_scatter": 2}
 COLLECTIVES = SENDS | GATHERS | SCATTERS
 STARTED = ("start_gather", "start_reduce_scatter")  # begun: a `wait` gives what they make
@@ -46,7 +46,7 @@ DTYPE_PLACES = {
     "kept": 1,
 }
 GROUP_WORDS = ("axes", "over", "group")  # keywords that name the group
-LESS = "without"  # of axes: these but for those
+LESS = "exclude_axes"  # the function that removes axes from others
 RELEASES = ("drop", "release", "forget_working", "_close", "free", "free_storage")
 NOTHING = "nothing"  # an empty tensor, put where a full one was
 TRAINING_STATES = ("PARAMETERS", "OPTIMIZER", "GRADIENTS", "ACTIVATIONS")

@@ -24,7 +24,7 @@ PACKAGES = {
     "derivation": ("ptrain/derivation/*.py",),
     "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/cost.py"),
     "life": (
-        *(f"ptrain/axes/data/{name}.py" for name in ("cuts", "theta", "gradients", "route")),
+        *(f"ptrain/axes/data/{name}.py" for name in ("cuts", "theta")),
         *("ptrain/axes/data/update.py", "ptrain/axes/data/units.py"),
         *("ptrain/optimizers/update.py", "ptrain/runtime/ghost.py"),
     ),

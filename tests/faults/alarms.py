@@ -93,12 +93,10 @@ def cases() -> Iterator[tuple[str, str]]:
             yield strategy, layout
 
 
-def verified(spec: Spec, references: Path) -> Verification:
+def verified(spec: Spec) -> Verification:
     """On this rank of a pool."""
     world = World.join(spec.timeout)
-    return verify_on_ranks(
-        spec, world, Exchange(world), VerifyOptions(steps=STEPS, references=references)
-    )
+    return verify_on_ranks(spec, world, Exchange(world), VerifyOptions(steps=STEPS))
 
 
 def seeds(layout: str) -> range:
@@ -106,13 +104,12 @@ def seeds(layout: str) -> range:
     return SEEDS if layout in ALL_SEEDS else SEEDS[:1]
 
 
-def calm(ranks: Ranks, strategy: str, layout: str, seed: int, references: Path) -> Calm:
-    """On a pool of as many ranks as the spec has; `references` keeps what its placement does not
-    change."""
+def calm(ranks: Ranks, strategy: str, layout: str, seed: int) -> Calm:
+    """Verify a strategy in a layout on a pool with the ranks of its spec."""
     spec = legal(strategy, layout, seed)
     assert spec is not None, "a legal layout"
     began = time.perf_counter()
-    told: Verification = ranks.run(spec.world_size, verified, spec, references, timeout=300.0)[0]
+    told: Verification = ranks.run(spec.world_size, verified, spec, timeout=300.0)[0]
     return Calm(
         strategy=strategy,
         layout=spec.precision.layout.name,

@@ -3,7 +3,6 @@ them at night."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,14 +125,8 @@ def test_any_flipped_bit_of_replicated_state_is_caught(ranks: Ranks) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *EXPERTS])
 def test_no_strategy_raises_a_false_alarm_in_any_layout(
-    ranks: Ranks, references: Path, strategy: str, seed: int
+    ranks: Ranks, strategy: str, seed: int
 ) -> None:
     for layout in layouts(strategy):
-        found = calm(ranks, strategy, layout, seed, references)
+        found = calm(ranks, strategy, layout, seed)
         assert not found.failing, f"{layout}: {found.line}"
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What strategies that train alike have in common."""
-    return tmp_path_factory.mktemp("references")

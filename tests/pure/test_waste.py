@@ -19,7 +19,7 @@ class Gradients:
         self.whole = self.bench.new(self.buffer.padded, self.dtype)
 
     def whole_again(self, held, into):
-        return self.buffer.gather(held, self.cut, self.over, State.GRADIENTS, into)
+        return self.buffer.gather_part(held, self.cut, self.over, State.GRADIENTS, into)
 
     def close(self):
         self.bench.drop(self.whole)
@@ -34,7 +34,7 @@ class Gradients:
 
     def finish(self, held):
         held = self.room.reduce_scatter(held, self.part, self.cut, self.via)
-        gathered = gather(held, self.now, without(self.cut, self.now))
+        gathered = gather_part(held, self.now, exclude_axes(self.cut, self.now))
         self.whole, is_done = None, True
         self.whole = None
         self.keep(held)
@@ -48,29 +48,29 @@ PLANTED = {
         "self.whole = self.bench.new(self.buffer.padded, self.dtype)\n"
         "self.bench.drop(planted)",
         "planted = self.bench.new(held.numel, held.dtype, held.tier)\n"
-        "value = self.buffer.gather(held, self.cut, self.over, State.GRADIENTS, into)\n"
+        "value = self.buffer.gather_part(held, self.cut, self.over, State.GRADIENTS, into)\n"
         "self.bench.drop(planted)\n"
         "return value",
     ),
     "late release": ("self.whole = None\nself.bench.drop(self.whole)", "pass"),
     "doubled collective": (
-        "self.bench.drop(self.buffer.gather(held, self.cut, self.over, State.GRADIENTS))\n"
-        "return self.buffer.gather(held, self.cut, self.over, State.GRADIENTS, into)",
+        "self.bench.drop(self.buffer.gather_part(held, self.cut, self.over, State.GRADIENTS))\n"
+        "return self.buffer.gather_part(held, self.cut, self.over, State.GRADIENTS, into)",
     ),
     "wider dtype": (
         "self.whole = self.bench.new(self.buffer.padded, "
         "type(self.dtype).FP32 if self.dtype.itemsize < 4 else type(self.dtype).FP64)",
     ),
     "larger group": (
-        "return self.buffer.gather(held, self.cut, self.buffer.axes, State.GRADIENTS, into)",
+        "return self.buffer.gather_part(held, self.cut, self.buffer.axes, State.GRADIENTS, into)",
     ),
     "wrong state": (
-        "return self.buffer.gather(held, self.cut, self.over, State.ACTIVATIONS, into)",
+        "return self.buffer.gather_part(held, self.cut, self.over, State.ACTIVATIONS, into)",
     ),
 }
 ZEROS = "self.whole = self.room.zeros(self.numel, self.dtype, State.PARAMETERS)"
 REDUCE = "self.room.reduce_scatter(held, self.part, self.cut, self.via)"
-GATHER = "gather(held, self.now, without(self.cut, self.now))"
+GATHER = "gather_part(held, self.now, exclude_axes(self.cut, self.now))"
 EMPTY = "self.room.free_storage(self.state.pop(name))"
 TWIN = "planted = self.room.cast(held, self.room.dtype(held), copy=True)\n"
 WIDER = "type(self.dtype).FP32 if self.dtype.itemsize < 4 else type(self.dtype).FP64"
@@ -99,8 +99,8 @@ PLANTED_BY_NAME = {
     "wider dtype": (ZEROS.replace("self.dtype", WIDER),),
     "larger group": (
         f"held = {REDUCE.replace('self.cut', 'self.cuts.axes')}",
-        "gathered = gather(held, self.now, self.cuts.axes)",
-        "gathered = gather(held, self.now, tuple(self.cut))",
+        "gathered = gather_part(held, self.now, self.cuts.axes)",
+        "gathered = gather_part(held, self.now, tuple(self.cut))",
     ),
     "wrong state": (ZEROS.replace("PARAMETERS", "OPTIMIZER"),),
 }
