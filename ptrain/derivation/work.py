@@ -107,7 +107,7 @@ def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
     if setting.context is not None:
         return _context_layer_work(setting, setting.context, kept)
     evaluated = blocks.block_work(setting)
-    content, attention = evaluated.table.content, setting.shape.attention
+    content, attention = evaluated.content, setting.shape.attention
     entry = content[attention.value][blocks.mode_name(kept)]
     is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
@@ -120,11 +120,11 @@ def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
 
 def _context_layer_work(setting: Setting, part: ContextPart, kept: ActivationMode) -> LayerWork:
     """Return the work of a layer that attends to the tokens of other ranks."""
-    evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
-    entry = evaluated.table.content[blocks.mode_name(kept)]
+    evaluated = tables.evaluate_table(TablePart.CONTEXT, setting, is_work=True)
+    entry = evaluated.content[blocks.mode_name(kept)]
     ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
     passes = (unroll_hops(entry[name][part.table_place], part) for name in ("forward", "backward"))
-    forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
+    forward, backward = (evaluated.group_work(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 
 
@@ -174,8 +174,8 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
     """
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
-    evaluated = tables.EvaluatedWork(TablePart.PASSES, setting, setting.values)
-    content = evaluated.table.content
+    evaluated = tables.evaluate_table(TablePart.PASSES, setting, is_work=True)
+    content = evaluated.content
     front, behind = content["front"], content["behind"]
     if is_staged:
         front = {**front, "weights": front["backward"]}
@@ -187,14 +187,13 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
 
 def _chunked_loss_work(setting: Setting) -> LayerWork:
     """Return the work after the layers for a loss in chunks."""
-    values = tables.values_of(setting)
     untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
-    evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
-    listed = evaluated.table.content["rest" if values["rest"] else "even"]
+    evaluated = tables.evaluate_table(TablePart.LOSS, untied, is_work=True)
+    listed = evaluated.content["rest" if tables.values_of(setting)["rest"] else "even"]
     chunks = tables.full_chunks(setting)
     return LayerWork(
         **{
-            name: evaluated.of_pass(tables.parts_of(listed[name], chunks))
+            name: evaluated.pass_work(*tables.parts_of(listed[name], chunks))
             for name in ("forward", "backward")
         }
     )
