@@ -49,8 +49,7 @@ from ptrain.interpreter import program
 from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.ledger import OperatorMode, local_tensor
-from ptrain.models.watch import add_listeners, watch_modules
+from ptrain.models.ledger import OperatorMode, add_listeners, local_tensor, watch_modules
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import World
 

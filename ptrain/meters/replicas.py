@@ -36,9 +36,8 @@ from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local_tensor
+from ptrain.models.ledger import add_listeners, local_tensor
 from ptrain.models.modes import drops_out
-from ptrain.models.watch import add_listeners
 from ptrain.report.copies import (
     Replica,
     explain_replica_mismatches,

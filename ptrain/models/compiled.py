@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ptrain.errors import refused
 from ptrain.internals.compiled import compile_whole, is_compiling, silent_programs
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.models.ledger import IN_PROGRAMS
 from ptrain.models.modes import drops_out
-from ptrain.models.watch import IN_PROGRAMS
 from ptrain.spec.dials import Compiled
 
 BACKEND = "inductor"

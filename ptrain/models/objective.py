@@ -42,9 +42,9 @@ from ptrain.internals.part import replace_attributes
 from ptrain.models.boundary import describe_value
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.external import dataset_of, resolve_target
+from ptrain.models.ledger import watch_modules
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import watch_modules
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss

@@ -32,9 +32,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.internals.fakes import READ
 from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OperatorMode, watch_modules
 from ptrain.models.pretrained import layers_of, with_layers
-from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec

@@ -26,8 +26,7 @@ from ptrain.derivation.kernels import attention_backward, attention_of, sum_of_r
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.ledger import storage_of
-from ptrain.models.watch import add_listeners
+from ptrain.models.ledger import add_listeners, storage_of
 from ptrain.optimizers.update import MASTER
 from ptrain.runtime.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind

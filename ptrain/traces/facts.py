@@ -54,11 +54,11 @@ from ptrain.models.initialize import (
     with_model,
 )
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.ledger import watch_modules
 from ptrain.models.moe import route_rows
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
-from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.runtime.world import fake_tensors
 from ptrain.spec.dials import Compiled

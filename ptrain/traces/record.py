@@ -22,7 +22,15 @@ from torch.utils._pytree import tree_map
 from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
-from ptrain.models.ledger import Ledger, local_tensor, storage_of, tensors_of, tier_of
+from ptrain.models.ledger import (
+    Ledger,
+    is_recomputing,
+    local_tensor,
+    storage_of,
+    tensors_of,
+    tier_of,
+    watch_modules,
+)
 from ptrain.models.objective import SampleBatch
 from ptrain.models.parting import has_gradient, when_left
 from ptrain.models.trace import (
@@ -35,7 +43,6 @@ from ptrain.models.trace import (
     StorageFreed,
     Works,
 )
-from ptrain.models.watch import is_recomputing, watch_modules
 from ptrain.models.work import (
     VIEW,
     OperatorWork,

@@ -33,8 +33,7 @@ from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local_tensor
-from ptrain.models.watch import watch_modules
+from ptrain.models.ledger import local_tensor, watch_modules
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import local_tensor
-from ptrain.models.watch import add_listeners
+from ptrain.models.ledger import add_listeners, local_tensor
 from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates

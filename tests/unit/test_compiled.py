@@ -15,7 +15,7 @@ from ptrain.errors import SpecError
 from ptrain.internals.compiled import silent_programs
 from ptrain.models import compiled
 from ptrain.models.compiled import ReadThrough, compile_blocks
-from ptrain.models.watch import watch_modules
+from ptrain.models.ledger import watch_modules
 from ptrain.spec.load import load
 from ptrain.traces.facts import facts_of
 

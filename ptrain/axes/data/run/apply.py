@@ -37,9 +37,8 @@ from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
-from ptrain.models.ledger import local_tensor
+from ptrain.models.ledger import is_recomputing, local_tensor
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.watch import is_recomputing
 from ptrain.runtime.comm import Mesh, TaggedAllGather, TaggedReduceScatter, TagRegistry
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.job import OptimizerSpec

@@ -40,9 +40,9 @@ from ptrain.axes.data.update import TensorsUpdate
 from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
+from ptrain.models.ledger import is_recomputing
 from ptrain.models.parting import when_left
 from ptrain.models.units import ROOT
-from ptrain.models.watch import is_recomputing
 from ptrain.optimizers.update import Scale
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.interface import OptimizerLeaf

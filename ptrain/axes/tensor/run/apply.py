@@ -68,10 +68,10 @@ from ptrain.internals.dtensor import RANDOM
 from ptrain.internals.part import replace_attributes
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.cross_entropy import token_loss_sum
+from ptrain.models.ledger import with_first
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
-from ptrain.models.watch import with_first
 from ptrain.models.window import Window
 from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
