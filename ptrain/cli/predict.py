@@ -56,7 +56,7 @@ def _simulate_reserved(
     from ptrain.installed import require_torch
 
     require_torch()
-    from ptrain.report.reserved import reserved_lines
+    from ptrain.report.simulation import reserved_lines
     from ptrain.simulation.choice import choose_ranks
     from ptrain.simulation.execute import simulate
 

@@ -18,7 +18,7 @@ from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.units import ModelRuntime, U, UnitParts, UnitRuntime, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.cost import Collective, State
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
@@ -206,7 +206,7 @@ class GhostMembers:
     def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
         cloned."""
-        self._reader.record_allocation(autograd.added_bytes(gradient), Tier.DEVICE)
+        self._reader.record_allocation(wrapping.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
             self._reader.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size)

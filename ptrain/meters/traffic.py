@@ -48,7 +48,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, compute_digests, digest_bytes
 from ptrain.models.ledger import OperatorMode, has_tier, storage_of, tensors_of, tier_of
-from ptrain.report.calls import Call, explain_call_mismatches, find_differing_calls
+from ptrain.report.copies import Call, explain_call_mismatches, find_differing_calls
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import flight_recorder_size

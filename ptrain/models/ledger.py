@@ -9,9 +9,8 @@ tensor is on the CPU, so only a tag distinguishes host memory from device memory
 
 Note: memory that an operator allocates and frees internally is not seen.
 
-Temporary hooks on the forward calls of modules, and helpers to read and change their arguments.
-
-Permanent hooks of a run (wrappers, sharded operators) are registered in their modules.
+`watch_modules` adds temporary hooks to the forward calls of modules. Permanent hooks of a run
+(wrappers, sharded operators) are registered in their modules.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class Ledger(OperatorMode):
     """A mode that follows every storage from allocation to free.
 
     Operators allocate; `UntypedStorage.resize_` changes sizes (FSDP2 frees by resizing to zero); a
-    weak reference reports the free. `on_existing` is called for a storage that an operator reads but
-    that was neither allocated under the mode nor passed to `watch`.
+    weak reference reports the free. `on_existing` is called for a storage that an operator reads
+    but that was neither allocated under the mode nor passed to `watch`.
     """
 
     sees_compiled = True

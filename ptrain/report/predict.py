@@ -25,7 +25,6 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
-from ptrain.report.heading import by_data_lines, heading, measuring_command, needs_gpu
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
@@ -33,13 +32,17 @@ from ptrain.report.table import (
     Importance,
     Largest,
     TableColumn,
+    by_data_lines,
+    heading,
     largest_bytes,
     lower_bounds,
     make_columns,
+    measuring_command,
     memory_span,
     memory_text,
     moved_bytes,
     name_column,
+    needs_gpu,
     render_table,
     text_or_dash,
     tier_labels,

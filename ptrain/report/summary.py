@@ -17,13 +17,13 @@ from ptrain.cost import (
     busiest,
 )
 from ptrain.derivation.wire import WireRow, wire_rows
-from ptrain.report.heading import by_data_lines
 from ptrain.report.record import Check, checks_line, compared_ranks, exchange_key, verdict_line
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
+    by_data_lines,
     difference_columns,
     make_columns,
     memory_span,

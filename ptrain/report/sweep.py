@@ -15,7 +15,6 @@ from functools import partial
 
 from ptrain.cost import PLACED, Estimate, Phase, State, busiest
 from ptrain.errors import Fault
-from ptrain.report.heading import axes_text, by_data_lines
 from ptrain.report.predict import (
     MODEL_STATES,
     MODEL_STATES_LABEL,
@@ -29,6 +28,8 @@ from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
+    axes_text,
+    by_data_lines,
     largest_bytes,
     memory_text,
     name_column,

@@ -21,10 +21,10 @@ from ptrain.meters import holdings
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import session
+from ptrain.train.exchange import DeviceSums
 from ptrain.train.finite import FiniteGuard
-from ptrain.train.interrupt import Interrupts
-from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
+from ptrain.train.rank_start import Interrupts
 from tests.gloo.stand_in import PlayedMilestone, PlayedQueue, behind_its_host, reads_of_steps
 from tests.models_poisoned import TENSOR
 from tests.ranks import Ranks

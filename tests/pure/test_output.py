@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 from ptrain.output import standard_output
+from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder
-from ptrain.train.launch import launch_ranks
 
 
 def test_the_first_rank_prints_to_the_stream_that_stands_in_for_standard_output(tmp_path):

@@ -18,11 +18,10 @@ from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, interrupt, options, probe, tracker
-from ptrain.train.failure import Failure, Rank
+from ptrain.train import failure, folder, options, probe, rank_start, tracker
+from ptrain.train.failure import Failure, LauncherSignals, Rank
 from ptrain.train.heading import rank_stage_texts
-from ptrain.train.launch import LauncherSignals
-from ptrain.train.schedule import learning_rate
+from ptrain.train.loop import learning_rate
 from tests.pure.piped import spec
 
 ROOT = Path(__file__).parents[2]
@@ -283,12 +282,12 @@ def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with LauncherSignals().record_signals(), interrupt.record_signals():
+        with LauncherSignals().record_signals(), rank_start.record_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with interrupt.record_signals() as interrupts:
+        with rank_start.record_signals() as interrupts:
             signal.raise_signal(signal.SIGHUP)
-        assert interrupt.strongest_signal(interrupts.flags()) is signal.SIGHUP
+        assert rank_start.strongest_signal(interrupts.flags()) is signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)

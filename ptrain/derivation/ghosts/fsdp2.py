@@ -18,7 +18,7 @@ from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
 from ptrain.axes.data.fsdp2 import fsdp2_behavior, fully_shard_order, shard_dim
 from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
@@ -381,12 +381,12 @@ class FullySharded(InPlaceUpdate):
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
-            self.tape.add(autograd.added_bytes(gradient))
-            autograd.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
+            self.tape.add(wrapping.added_bytes(gradient))
+            wrapping.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if gradient.cloned:
-            self.tape.spike(autograd.copy_bytes(gradient))
-            self.tape.add(autograd.kept_bytes(gradient))
+            self.tape.spike(wrapping.copy_bytes(gradient))
+            self.tape.add(wrapping.kept_bytes(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
             self.tape.add(size)

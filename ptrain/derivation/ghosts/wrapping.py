@@ -6,6 +6,17 @@ of ptrain. `ghosts.table` selects one by the step of a plan. No other module dis
 
 All wraps clip gradients in the same way: with the norms of all gradients, their memory and their
 traffic.
+
+Simulates autograd's AccumulateGrad: the first gradient is kept, later ones are added to it.
+
+torch/csrc/autograd/functions/accumulate_grad.h: a gradient with no other reference is taken over
+(stolen), any other one is cloned. A later gradient is added in place. The timeline of a model
+states which gradients are cloned (`Complete.cloned`).
+
+Two further parts of autograd are not simulated here, because they belong to a block instead of its
+wrap. Copies of saved-tensor hooks are traced with the block (`traces`) and put into its timeline by
+`derivation.blocks`. The allocations of DTensor's redistributions are traced too; their traffic is
+in `derivation.tensor`.
 """
 
 from __future__ import annotations
@@ -17,15 +28,16 @@ from typing import NamedTuple, Protocol
 
 from ptrain.axes.data.cost import GatherCounts, count_gathers, count_reductions
 from ptrain.axes.ring import Calls, group_over
-from ptrain.cost import Collective, Footprint, Phase, State, Traffic
+from ptrain.cost import Collective, Footprint, Phase, Spent, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
-from ptrain.timeline import Boundary, Mark, Timeline
+from ptrain.timeline import Boundary, Complete, Mark, Timeline
 from ptrain.units import format_bytes
 
 # The traffic of a unit does not depend on other units.
@@ -262,3 +274,36 @@ def time_clipping(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> No
             tape.clock.use_host(3 * own * plan.update.layout.gradients.itemsize)  # norm, scaling
         numels += chain.from_iterable(groups or ())
     tape.clock.run_clipping(plan.update.layout, numels)
+
+
+def kept_bytes(gradient: Complete) -> int:
+    """Return the bytes that keeping a first gradient allocates: none if it is stolen."""
+    # Case 1.1 (torch 2.13): a dense gradient without other references, in the layout of its
+    # variable, is stolen. The runs of the timeline have already allocated it. Case 1.5 copies any
+    # other one.
+    return gradient.size if gradient.cloned else 0
+
+
+def copy_bytes(gradient: Complete) -> int:
+    """Return the bytes that keeping a first gradient allocates temporarily: a copy exists next to
+    its source."""
+    return gradient.beside + gradient.size if gradient.cloned else 0
+
+
+def added_bytes(gradient: Complete) -> int:
+    """Return the change in bytes when a gradient is added to the kept one. Negative is freed."""
+    # Case 2.3: `variable_grad += new_grad` in place. The runs of the timeline allocate a gradient
+    # that can be stolen. It is freed once it is added. The runs themselves free the source of a
+    # clone.
+    return 0 if gradient.cloned else -gradient.size
+
+
+def time_copy(tape: Tape, dtype: DType, gradient: Complete) -> None:
+    """Time the copy of a first gradient, unless it is stolen."""
+    if gradient.cloned:
+        tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
+
+
+def time_addition(tape: Tape, dtype: DType, gradient: Complete) -> None:
+    """Time the addition of a gradient, which reads two tensors and writes one."""
+    tape.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)
