@@ -50,11 +50,10 @@ from ptrain.rates.pace import operator_hook
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, ActivationMode
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Axis, Tier
-from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Axis, Role, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind

@@ -27,10 +27,9 @@ from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import CALIBRATED, Cluster, Rates
 from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
-from ptrain.spec.rates import CALIBRATED, Rates
 from ptrain.spec.text import read
 from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment

@@ -23,10 +23,9 @@ from ptrain.report.routing import is_routing_recorded
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
-from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_file_tier, require_leave, require_transformers
 from ptrain.train import environment, options
 from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import (

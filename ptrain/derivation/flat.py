@@ -24,8 +24,8 @@ from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.runtime.ghost import EventReceiver, Ghost, GhostRuntime, Storage
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.placement import Axis, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark

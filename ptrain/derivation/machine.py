@@ -16,10 +16,9 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import output_message
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
-from ptrain.axes.pipeline.stage_facts import chain_of
+from ptrain.axes.pipeline.stage_facts import chain_of, output_message
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches, with_stragglers
 from ptrain.derivation.computing import PassScore, block_names, score_pass, work_of_stage
@@ -31,8 +30,8 @@ from ptrain.facts.model import ModelFacts, ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
 from ptrain.rates.measured import missing_rates_reason, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
+from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind

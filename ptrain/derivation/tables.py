@@ -26,9 +26,9 @@ from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.kernels import Statistics, statistics_of
 from ptrain.facts.model import InnerCollective, LayerWork, Operator, PassWork
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Mark, Run, run
 

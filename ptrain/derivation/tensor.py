@@ -20,9 +20,8 @@ from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, module_prefixes
-from ptrain.spec.placement import Axis
+from ptrain.spec.placement import Axis, Role
 from ptrain.spec.precision import DType
-from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order

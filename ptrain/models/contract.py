@@ -33,7 +33,7 @@ from ptrain.models.objective import (
     of_tokens,
     sample_batch,
 )
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 from ptrain.spec.spec import Spec
 
 NEEDED = (

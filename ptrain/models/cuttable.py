@@ -29,8 +29,16 @@ from ptrain.models.slices import TokenSlices, follow_pass
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
-from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, in_any_block, matches_pattern
+from ptrain.spec.placement import (
+    COLUMNS,
+    ROWS,
+    Axis,
+    Fusions,
+    Role,
+    Roles,
+    in_any_block,
+    matches_pattern,
+)
 from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]

@@ -45,7 +45,7 @@ from ptrain.models.external import dataset_of, resolve_target
 from ptrain.models.ledger import watch_modules
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss
 

@@ -30,7 +30,7 @@ from ptrain.models.ledger import (
     watch_modules,
 )
 from ptrain.models.parting import Problem, ShardChecks, ViewCalls, is_linear
-from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
+from ptrain.spec.placement import COLUMNS, ROWS, Role, in_any_block
 
 Named = Mapping[str, Role]  # modules with their roles
 Storage: TypeAlias = torch.UntypedStorage

@@ -16,9 +16,9 @@ from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, axes_named
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 _KINDS = {
     OperatorKind.ACTIVATION: """

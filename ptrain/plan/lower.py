@@ -36,9 +36,8 @@ from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Tier
+from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Fusions, Roles, Tier
 from ptrain.spec.precision import Matmul
-from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
     Accumulate,

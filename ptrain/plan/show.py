@@ -26,11 +26,10 @@ from ptrain.spec.dials import (
     Reshard,
     SyncPolicy,
 )
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.model import ModelShape
-from ptrain.spec.optimizers import OPTIMIZERS
-from ptrain.spec.placement import Axis, Tier
+from ptrain.spec.placement import Axis, Role, Roles, Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (

@@ -29,7 +29,7 @@ from ptrain.cost import (
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
-from ptrain.spec.rates import are_calibrated
+from ptrain.spec.cluster import are_calibrated
 from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped

@@ -34,10 +34,10 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.profile import Activity, Links, PassSums, Sizes
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 from ptrain.units import grouped

@@ -21,15 +21,14 @@ from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import ActivationMode
-from ptrain.spec.extras import require_eager, require_listed_operators
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
-from ptrain.spec.rates import OperatorKind
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_eager, require_listed_operators
 from ptrain.spec.text import to_flow_yaml
 
 ReadFacts = Callable[[Spec], ModelFacts]

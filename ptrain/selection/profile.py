@@ -26,10 +26,10 @@ from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import STAGES, kept_so, without_experts
 from ptrain.spec.activations import PLAIN, ActivationMode, Scope
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.timeline import Kind
 

@@ -25,10 +25,9 @@ from ptrain.errors import Fault, refused
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
-from ptrain.spec.extras import require_eager, require_listed_operators
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
-from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.spec.spec import ActivationSpec, Spec, require_eager, require_listed_operators
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory
 

@@ -21,7 +21,7 @@ from ptrain.axes.data.form import form_of, joins_units, units_ahead
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
-from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.batch import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.pipeline import ScheduleName

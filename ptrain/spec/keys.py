@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from ptrain.spec import slips
-from ptrain.spec.context import ContextSpec
+from ptrain.spec.batch import ContextSpec
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     WHOLE_BUCKET,
@@ -49,8 +49,7 @@ from ptrain.spec.leaf import (
     section_dataclass,
 )
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import DATA_AXES, Axis, Mode, Tier
-from ptrain.spec.role import GIVEN, Role, Roles
+from ptrain.spec.placement import DATA_AXES, GIVEN, Axis, Mode, Role, Roles, Tier
 from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import to_flow_yaml

@@ -2,7 +2,7 @@
 JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Integer("…", 1, 10**9)]`. `ptrain.spec.check` calls
-its `parse`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `dump`, so that all three
+its `parse`, `ptrain.spec.check` its `schema` and `ptrain.spec.write` its `dump`, so that all three
 agree. A failed check raises `RejectedValue` with a finding and a remedy; for numbers the finding
 contains the range.
 """

@@ -15,8 +15,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.activations import LossRaw
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
-from ptrain.spec.cluster import Cluster
-from ptrain.spec.function import StepRaw, UserFunction
+from ptrain.spec.cluster import Cluster, Rates, find_incomplete_tables
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.misfits import find_ineffective_options, find_misfits
@@ -30,6 +29,8 @@ from ptrain.spec.model import (
     ModelRaw,
     ModelShape,
     ModelSpec,
+    StepRaw,
+    UserFunction,
 )
 from ptrain.spec.names import (
     explain_invalid_preset,
@@ -41,7 +42,6 @@ from ptrain.spec.names import (
 )
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom_layout
-from ptrain.spec.rates import Rates, find_incomplete_tables
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import LossSpec
 from ptrain.spec.text import Findings, Tree, read

@@ -12,7 +12,6 @@ from ptrain.cost import PLACED
 from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
-from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.model import (
@@ -22,6 +21,7 @@ from ptrain.spec.model import (
     HuggingFaceModel,
     ModelShape,
     ModelSpec,
+    UserFunction,
 )
 from ptrain.spec.names import list_files
 from ptrain.spec.pipeline import PipelineSpec

@@ -15,9 +15,8 @@ from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, ScheduleName
-from ptrain.spec.placement import SAMPLE_AXES, Axis
+from ptrain.spec.placement import SAMPLE_AXES, Axis, Fusions, Role, Roles
 from ptrain.spec.precision import Layout, Matmul
-from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Loads
 from ptrain.steps.wraps import (

@@ -62,10 +62,9 @@ from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.runtime.world import fake_tensors
 from ptrain.spec.dials import Compiled
-from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import CUTTING_AXES, Axis
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_leave
 from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for

@@ -47,8 +47,7 @@ from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collec
 from ptrain.models.units import ROOT
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
-from ptrain.spec.role import Roles
+from ptrain.spec.placement import Roles, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize, Quantize
 from ptrain.timeline import Boundary, Complete, Item, Mark, Timeline

@@ -60,9 +60,9 @@ from ptrain.train.folder import (
 )
 from ptrain.train.heading import announce_node, job_line, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers, set_up_logging
-from ptrain.train.loop import Consistency, LoopInputs, Outcome, train
+from ptrain.train.loop import train
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
-from ptrain.train.probe import Probe
+from ptrain.train.parts import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.tracker import require_trackers, tracker_names
 
 

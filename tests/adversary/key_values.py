@@ -2,8 +2,8 @@
 numbers the lowest, the highest and some other. What the declaration says nothing executes yet is
 left out until it does.
 
-The declaration is the grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf and
-of each short form, so that a new key is drawn without a change here. What a schema cannot say
+The declaration is the grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf
+and of each short form, so that a new key is drawn without a change here. What a schema cannot say
 stands in three tables: texts that mean something (`texts`), ranges in which a simulation takes
 seconds (LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key whose values nobody
 knows raises LookupError.
@@ -19,12 +19,12 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from ptrain.spec.check import schema
+from ptrain.spec.cluster import Rates
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.names import list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, Axis
-from ptrain.spec.rates import Rates
-from ptrain.spec.schema import schema
 from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import to_flow_yaml
 

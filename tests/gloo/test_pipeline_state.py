@@ -22,7 +22,8 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
-from ptrain.train.loop import learning_rate, local_batch, seed_dropout
+from ptrain.train.loop import local_batch, seed_dropout
+from ptrain.train.parts import learning_rate
 from ptrain.verification.reference import Trajectory
 from tests.gloo.pipeline_cases import spec_of
 from tests.gloo.runs import full_parameters

@@ -21,7 +21,7 @@ from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import Demand, SearchGoal, demand_of, numbers
 from ptrain.selection.search import Search
 from ptrain.selection.where import QUANTITIES, Where, parse
-from ptrain.spec.rates import Hook
+from ptrain.spec.cluster import Hook
 from ptrain.spec.spec import Spec
 from tests.pure.paces import HandPace
 from tests.pure.searches import chooser, machine

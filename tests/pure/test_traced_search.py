@@ -12,11 +12,11 @@ from ptrain.plan.lower import built_in_facts
 from ptrain.selection.choose import Chooser, select
 from ptrain.selection.deriver import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import list_files
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 TINY = (

@@ -18,10 +18,10 @@ from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, options, probe, rank_start, tracker
+from ptrain.train import failure, folder, options, parts, rank_start, tracker
 from ptrain.train.failure import Failure, LauncherSignals, Rank
 from ptrain.train.heading import rank_stage_texts
-from ptrain.train.loop import learning_rate
+from ptrain.train.parts import learning_rate
 from tests.pure.piped import spec
 
 ROOT = Path(__file__).parents[2]
@@ -141,11 +141,11 @@ def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require_runnable(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
-    assert probe.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.moved_profiles_line(
+    assert parts.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
+    assert "step 2 and 3 is measured; step 4 of 9 is traced" in parts.moved_profiles_line(
         spec, (2, 3)
     )
-    assert probe.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert parts.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule

@@ -25,7 +25,7 @@ from typing import NamedTuple, assert_never
 
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.batch import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec

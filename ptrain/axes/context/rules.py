@@ -16,9 +16,8 @@ from ptrain.axes.context.attention import attention_of, factor_of, split_degree
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.spec.batch import PADDED, token_multiple
+from ptrain.spec.batch import PADDED, ContextAttention, Hybrid, token_multiple
 from ptrain.spec.block import Positions
-from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import Compiled
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape

@@ -24,9 +24,8 @@ from ptrain.errors import Fault
 from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.dials import GradientSync, UnitKind
-from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import (
     CUT,
     DATA_AXES,

@@ -23,9 +23,9 @@ from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Sha
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Axis, exclude_axes
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard

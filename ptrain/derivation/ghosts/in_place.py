@@ -29,10 +29,10 @@ from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
 from ptrain.runtime.ghost import Ghost, GhostRuntime, Storage
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import ranks_over
 from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Complete

@@ -31,10 +31,10 @@ from ptrain.axes.ring import Calls, group_over
 from ptrain.cost import Collective, Footprint, Phase, Spent, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 from ptrain.timeline import Boundary, Complete, Mark, Timeline

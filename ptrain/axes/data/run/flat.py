@@ -47,8 +47,7 @@ from ptrain.optimizers.update import Scale
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.interface import OptimizerLeaf
 from ptrain.runtime.torch import TorchRuntime
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits

@@ -74,7 +74,7 @@ from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
 from ptrain.models.window import Window
 from ptrain.runtime.comm import TagRegistry
-from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
+from ptrain.spec.placement import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.steps.step import ChunkedLoss, Parallelize
 from ptrain.units import grouped
 

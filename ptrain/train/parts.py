@@ -1,4 +1,5 @@
-"""The selection of steps that are measured, timed and profiled.
+"""The inputs of the training loop in addition to its program, its result, the learning rate of a
+step, and the selection of steps that are measured, timed and profiled.
 
 The third step, a steady one, is always measured. The step before it is measured, too, for one-time
 work: DDP rebuilds its buckets there, so its additional traffic is set-up. That step also derives
@@ -12,24 +13,158 @@ measured step is not traced, because its trace would contain the meters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import Signals
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ptrain.cost import Estimate, Phase, Traffic, add_traffic
+from ptrain.data.sampler import SampleSource
+from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import WaitMeter
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.memory import RoleFinder
+from ptrain.meters.replicas import ReplicaMeter
+from ptrain.report.routing import LayerRouting
 from ptrain.runtime.world import World
 from ptrain.spec.dials import GatherAfterUpdate
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
-from ptrain.train.journal import LOG
+from ptrain.train.journal import LOG, Journal
+from ptrain.train.rank_start import Interrupts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopInputs:
+    """The objects that the training loop uses in addition to its program.
+
+    Attributes:
+        corpus: The source of samples.
+        exchange: The exchange of the ranks.
+        interrupts: The received signals.
+        journal: The reports of this rank.
+        watch: Returns the context of a step (from 0), with the meters and profilers that are due.
+        routing: Returns the routing counts of a step (from 0); empty if it was not watched.
+        check_step: Called with step, loss and gradient norm; may stop the training.
+        consistency: The comparison of replicas; may stop the training when it is due.
+        save: Writes a checkpoint after this number of steps.
+    """
+
+    corpus: SampleSource
+    exchange: Exchange
+    interrupts: Interrupts
+    journal: Journal
+    watch: Callable[[int], AbstractContextManager[object]]
+    routing: Callable[[int], Sequence[LayerRouting]]
+    check_step: Callable[[int, float, float | None], None]
+    consistency: Consistency
+    save: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a training.
+
+    Attributes:
+        steps: The number of finished steps, including those before a resume.
+        loss: The loss of the last step. None: no step was done.
+        held_out_loss: The last held-out loss. None: no evaluation was done.
+        interrupt: The signal that ended the training early. None: it is complete.
+    """
+
+    steps: int
+    loss: float | None = None
+    held_out_loss: float | None = None
+    interrupt: Signals | None = None
+
+
+class Consistency:
+    """The comparison of values that must be equal on several ranks.
+
+    Args:
+        program: The program.
+        exchange: The exchange of the ranks.
+        resume: Returns the command that continues from the last checkpoint, "" without one.
+    """
+
+    def __init__(self, program: Program, exchange: Exchange, resume: Callable[[], str]) -> None:
+        self.every = program.spec.consistency_every
+        self._replicas = ReplicaMeter(program, exchange)
+        self._resume = resume
+        self._checked = 0  # the number of steps at the last comparison
+
+    def step_context(
+        self, step: int, watch: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """Return the context of a step (from 0).
+
+        It records the gradients of the step if `require_agreement` is due after it.
+        """
+        return self._record_gradients(watch) if self.is_due(step + 1) else watch
+
+    def is_due(self, steps: int) -> bool:
+        """Return True if the ranks are compared after this number of steps.
+
+        The caller settles the reports of all steps first: a value that is not finite is another
+        finding, with another fix.
+        """
+        return self.every > 0 and steps % self.every == 0
+
+    def require_agreement(self, steps: int) -> None:
+        """Require that the ranks agree after this number of steps.
+
+        It does nothing if they were compared after this step already, or if the check is off.
+
+        Raises:
+            TrainingStopped: Values differ. Raised on all ranks.
+        """
+        if not self.every or steps == self._checked:
+            return
+        self._checked = steps  # before the check, which raises on all ranks if it fails
+        if (root_cause := self._replicas.root_cause(self._replicas.check(steps))) is None:
+            LOG.debug("step %d  the ranks agree", steps)
+            return
+        command = self._resume()
+        remedy = (
+            f"Continue from the last checkpoint, where the ranks agreed: `{command}`"
+            if command
+            else "Train again with `checkpoint.every=N`; no checkpoint was saved."
+        )
+        raise TrainingStopped(
+            f"step {steps}: values that must be identical on the ranks differ\n  {root_cause}\n "
+            f" remedy: {remedy}"
+        )
+
+    @contextmanager
+    def _record_gradients(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        """Temporarily record gradients, inside the context `watch`."""
+        with watch, self._replicas.record_gradients():
+            yield
+
+
+def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        optimizer: The optimizer section of the spec.
+        step: The step, from 0. The first of w warm-up steps uses lr / w.
+    """
+    schedule = optimizer.schedule
+    if step < schedule.warmup:
+        return optimizer.lr * (step + 1) / schedule.warmup
+    if not schedule.decay_steps:
+        return optimizer.lr
+    done = min(1.0, (step - schedule.warmup) / schedule.decay_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    return optimizer.lr * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * cosine)
 
 
 def moved_profiles(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
