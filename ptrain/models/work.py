@@ -4,6 +4,7 @@ depends."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +16,7 @@ from torch import Tensor
 from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.internals import process_groups
+from ptrain.internals.compiled import ProgramKernel
 from ptrain.models.ledger import tensors_of
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, axes_named
 from ptrain.spec.precision import DType
@@ -227,6 +229,23 @@ _KNOWN = ("aten", "prim", "prims", "profiler", "ptrain")
 def is_opaque(function: Any) -> bool:
     """Return True if an operator is custom, so that its name does not reveal its computation."""
     return function.namespace not in _KNOWN and "c10d" not in function.namespace
+
+
+# C++ of torch/_inductor/codegen/cpp.py: a kernel with an exponential is not limited by memory on a
+# CPU, and one with an accumulator reduces rows.
+_KERNEL_KINDS = {
+    OperatorKind.ACTIVATION: re.compile(r"\b(exp|exp2|expm1|tanh|erf|sigmoid)\("),
+    OperatorKind.NORM: re.compile(r"\btmp_acc"),
+}
+
+
+def kernel_sizes(kernel: ProgramKernel) -> OperatorSizes:
+    """Return the computation of a fused kernel, which reads and writes each argument once."""
+    kinds = (kind for kind, code in _KERNEL_KINDS.items() if code.search(kernel.source))
+    tensors = (*kernel.written, *kernel.read)
+    sizes, dtypes = zip(*map(_tensor_bytes, tensors), strict=True)
+    dtype = next((dtype for dtype in dtypes if dtype is not None), _WIDE)
+    return OperatorSizes(next(kinds, OperatorKind.POINTWISE), dtype, sizes, dtypes)
 
 
 _ATTENTION = "_scaled_dot_product"
