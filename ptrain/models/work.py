@@ -264,8 +264,10 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         result: Its result.
     """
     name = function._schema.name.split("::")[-1]
-    if "c10d" in function.namespace:
-        return []  # collectives are recorded by `find_collective`, and waiting is no work
+    if "c10d" in function.namespace or function.namespace == "prim":
+        # Collectives are recorded by `find_collective`, and waiting is no work. `prim::device`
+        # reads an attribute, of fake tensors only.
+        return []
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := matrix_products(name, args, result):
