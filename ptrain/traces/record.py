@@ -126,9 +126,17 @@ class Recorder(Ledger):
         return name is not None
 
     def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator of a program, whose computation is not seen."""
-        self._is_opaque = True
-        return super().run_higher_order(function, args, kwargs)
+        """Run a higher-order operator of a program, and record the operator that it runs."""
+        result = super().run_higher_order(function, args, kwargs)
+        # run_and_save_rng_state takes (operator, *arguments) and returns the state and the result;
+        # run_with_rng_state takes (state, operator, *arguments) (torch/_prims/rng_prims.py, 2.13).
+        places = (n for n, given in enumerate(args) if isinstance(given, torch._ops.OpOverload))
+        if (place := next(places, None)) is None:
+            self._is_opaque = True
+        else:
+            own = result if place else result[1]
+            self._note_work(args[place], args[place + 1 :], kwargs, own)
+        return result
 
     def _note_kernel(self, kernel: ProgramKernel | None) -> None:
         """Record the computation of a fused kernel."""
