@@ -36,6 +36,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import counted_torch
 from ptrain.spec.block import Bias
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Matmul
@@ -241,6 +242,7 @@ _NOT_CONFIRMED = (
     "H100 (sm 90), for unsharded built-in models"
 )
 _FP8 = "the workspaces of fp8 products have not been measured on a GPU"
+_PROGRAMS = "compiled blocks are those of the CPU program, and a GPU's may fuse other operators"
 _H100 = 90  # compute capability
 
 
@@ -253,6 +255,8 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     shape = spec.model
     drops = shape.has_dropout if isinstance(shape, ModelShape) else facts.draws
     why = _unknown_kernel_reason(spec, facts)
+    if not why and spec.is_for_cuda and spec.compile is not Compiled.NONE:
+        why = _PROGRAMS
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
     if not why and spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
@@ -267,10 +271,10 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
     """Return True if a search may rank by the peak on GPUs.
 
-    The peak must be claimed, or be unclaimed only because attention over cp was not measured on a
-    GPU.
+    The peak must be claimed, or be unclaimed only because attention over cp, fp8 products or
+    compiled blocks were not measured on a GPU.
     """
-    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT)
+    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT, _FP8, _PROGRAMS)
 
 
 def _is_confirmed(spec: Spec) -> bool:

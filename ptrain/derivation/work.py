@@ -39,13 +39,14 @@ from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
 _FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
 _NO_TABLE = "the operators of the model are unknown: there is no table and no trace"
-_COMPILED = "the time of compiled programs is not predicted yet"
+_UNTRACED = "the operators of the model are unknown, because they are in no trace"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
@@ -78,10 +79,10 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return the reason why the model's operators are unknown. Empty if they are known."""
-    if spec.compile is not Compiled.NONE:
-        return _COMPILED
     if _traced_work(plan, facts, 0) is not None:
         return ""
+    if spec.compile is not Compiled.NONE or spec.precision.matmul is not Matmul.NONE:
+        return facts.untraced or _UNTRACED
     shape = spec.model
     is_known = plan.context is None or is_tabulated(spec)
     if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:

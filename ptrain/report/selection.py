@@ -79,8 +79,11 @@ def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
     elif selection.best is not None and selection.best.memory.is_tight:
         yield "margin: none, as you asked or by your constraint of memory"
     if job.stand_in is not None:
+        like = f"as blocks of a {job.stand_in.family} with about as many parameters"
+        if job.stand_in == base.model:
+            like = "as eager blocks without fp8 products"
         yield (
-            f"scored as blocks of a {job.stand_in.family} with about as many parameters; the "
+            f"scored {like}; the "
             f"{selection.derived} exact ones are derived from traces of the model"
         )
     if job.where.constraints:

@@ -259,7 +259,11 @@ class Deriver:
         shape = (
             spec.model if isinstance(spec.model, ModelShape) else None
         )  # a job has only one other model
-        key = (shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
+        program = spec.compile, spec.precision.matmul
+        key = (
+            *(shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index),
+            program,
+        )
         if key not in self.works:
             self.works[key] = machine.work(index)
         return self.works[key]
@@ -271,7 +275,10 @@ class Deriver:
         return lower(spec, self._facts(spec))
 
     def _facts(self, spec: Spec) -> ModelFacts:
-        if self.cuts is not None and spec.model == self.job.base.model:
+        base = self.job.base
+        # A compiled job is scored as the same model, eager.
+        is_scored = (spec.compile, spec.precision) != (base.compile, base.precision)
+        if self.cuts is not None and spec.model == base.model and not is_scored:
             return self.cuts.of(spec)
         key = spec.model, spec.unit_size
         if key not in self.facts:
@@ -410,7 +417,12 @@ class Deriver:
                     continue
                 spec = candidate.candidate.spec(self.job.base)
                 cut = cuts.cut(spec)
-                if tried[cut] < self.count and cuts.may_fit(spec, candidate.peak):
+                # Programs and fp8 products exclude choices that are legal as scored.
+                if (
+                    tried[cut] < self.count
+                    and cuts.may_fit(spec, candidate.peak)
+                    and is_sound(spec)
+                ):
                     tried[cut] += 1
                     yield candidate
 

@@ -22,13 +22,15 @@ from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.cluster import OperatorKind
+from ptrain.spec.dials import Compiled
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
-from ptrain.spec.spec import Spec, require_eager, require_listed_operators
+from ptrain.spec.precision import Matmul
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import to_flow_yaml
 
 ReadFacts = Callable[[Spec], ModelFacts]
@@ -341,7 +343,8 @@ class SearchedJob:
         source: The model or spec from which the base is loaded.
         overrides: The overrides with which it is loaded.
         written: The other choices that the spec sets.
-        stand_in: The shape that estimates use. None if tables cover the model.
+        stand_in: The shape that estimates use, eager and without fp8 products. None if tables cover
+            the job.
         margin: The fraction of a device's memory that stays free.
     """
 
@@ -367,8 +370,10 @@ class SearchedJob:
 
     @property
     def scored(self) -> Spec:
-        """The base with the model that estimates use."""
-        return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
+        """The base as estimates see it."""
+        if self.stand_in is None:
+            return self.base
+        return replace(_without_programs(self.base), model=self.stand_in)
 
     @property
     def sized(self) -> Spec:
@@ -411,8 +416,6 @@ def searched_job(
     else:
         job = _of_spec(source, words, where)
     base = job.base
-    require_eager(base, "select")
-    require_listed_operators(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",
@@ -439,8 +442,11 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     they cover neither."""
     if is_tabulated(base):
         return None
+    plain = _without_programs(base)
+    if is_tabulated(plain):
+        return shape
     like = stand_in(shape)
-    if is_tabulated(replace(base, model=like)):
+    if is_tabulated(replace(plain, model=like)):
         return like
     raise refused(
         "model",
@@ -448,6 +454,12 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
         "memory table covers it or a similar llama or gpt",
         "Use a preset with llama or gpt blocks, for example `llama3-8b` or `gpt3-13b`.",
     )
+
+
+def _without_programs(spec: Spec) -> Spec:
+    """Return the spec without compiled blocks and fp8 products, which no table has."""
+    precision = replace(spec.precision, matmul=Matmul.NONE)
+    return replace(spec, compile=Compiled.NONE, precision=precision)
 
 
 def said_in(

@@ -14,6 +14,7 @@ from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation, Throughput, predict_throughput
 from ptrain.derivation.interconnect import Network
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.pace import Pace
@@ -202,7 +203,7 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
         closed=closed,
         step=exact.step,
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
-        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True),
+        memory=fit(spec, exact, takes_unclaimed=takes_peak_of(spec, facts), takes_assumed=True),
         assumed=exact.assumed.get("peak", ""),
         tiers=_tiers(spec, exact),
         throughput=predict_throughput(spec, facts, exact.step) if exact.step else None,

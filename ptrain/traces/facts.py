@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import apply_modes_for_trace
 from ptrain.codec import encode
-from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
+from ptrain.derivation.estimate import facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.compiled import lacks_compiler
@@ -232,6 +232,9 @@ Around = Callable[[], AbstractContextManager[None]]
 Progress = Callable[[str], None]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and its code fails on fake tensors:"
+_PROGRAMS_OF_GPUS = (
+    "compiled programs of GPUs are not predicted; name a cluster or `device=cuda` for an estimate"
+)
 _NO_COMPILER = "a program of torch.compile needs a C++ compiler, such as g++, and there is none"
 _READS = (
     "it is too large to be traced on real tensors, and its code reads values, which "
@@ -332,8 +335,8 @@ def why_not_compiled(spec: Spec) -> str:
     or if nothing is compiled."""
     if spec.compile is Compiled.NONE:
         return ""
-    if spec.may_be_on_cuda and torch.cuda.is_available():
-        return PROGRAMS_OF_GPUS
+    if spec.may_be_on_cuda and not spec.is_for_cuda and torch.cuda.is_available():
+        return _PROGRAMS_OF_GPUS
     if lacks_compiler():
         return _NO_COMPILER
     return not_traceable(spec, spec.model) if isinstance(spec.model, ModelShape) else ""

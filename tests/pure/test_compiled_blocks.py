@@ -88,16 +88,14 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
-    spec = compiled("tp", "device=cuda")
+    monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
+    spec = compiled("tp", "device=cuda", "cluster.preset=h100-8")
     facts = facts_from_shape(spec)
     assert facts is not None
-    exact, plain = derive(spec, facts).exact, derive(load("tp", ["device=cuda"]).spec).exact
-    assert {"activations", "peak"} <= exact.undefined.keys()
-    assert "GPUs are not predicted yet" in exact.undefined["peak"]
+    exact = derive(spec, facts).exact
+    plain = derive(load("tp", ["device=cuda", "cluster.preset=h100-8"]).spec).exact
+    assert {"activations", "peak", "step_seconds"} <= exact.undefined.keys()
+    assert "2.12" in exact.undefined["peak"]
     assert not exact.peak and exact.traffic == plain.traffic
     states = {row.state: row for row in plain.memory if not row.rank}
     assert all(states[row.state] == row for row in exact.memory if not row.rank)
-    monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
-    unproven = facts_from_shape(compiled("ddp"))
-    assert unproven is not None
-    assert "2.12" in derive(compiled("ddp"), unproven).exact.undefined["peak"]
