@@ -41,7 +41,7 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
-from ptrain.steps.step import Plan
+from ptrain.steps.step import ChunkedLoss, Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
 _FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
@@ -273,7 +273,7 @@ def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple
     micro_batches = plan.accumulate.micro_batches
     yield "forward", micro_batches * product
     yield "backward", 2 * micro_batches * product
-    if plan.loss is None:
+    if not isinstance(plan.loss, ChunkedLoss):
         return
     yield "again", micro_batches * product
     if plan.pipeline is not None:

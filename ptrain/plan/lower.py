@@ -34,7 +34,6 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
-from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Fusions, Roles, Tier
 from ptrain.spec.precision import Matmul
@@ -51,7 +50,7 @@ from ptrain.steps.step import (
     Quantize,
     Update,
     balance_of,
-    chunked_loss,
+    loss_in_head,
 )
 from ptrain.steps.wraps import (
     FlatUnits,
@@ -132,7 +131,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         _make_keep(spec, facts.blocks),  # before the wrap, whose hooks at a block then run once
         _make_compile(spec),  # a program contains the recomputation, but no hooks of the wrap
         wrap,
-        chunked_loss(spec),  # after the wrap, which gathers the head
+        loss_in_head(spec),  # after the wrap, which gathers the head
         _make_accumulate(spec),
         _make_clip(spec, cut_axes, operator_axes),
         update,
@@ -278,7 +277,7 @@ def _make_quantize(spec: Spec) -> Quantize | None:
 
 
 def _make_compile(spec: Spec) -> Compile | None:
-    if spec.compile is Compiled.NONE or not isinstance(spec.model, ModelShape):
+    if not spec.compile.has_blocks or not isinstance(spec.model, ModelShape):
         return None
     return Compile(blocks=tuple(f"blocks.{index}" for index in range(spec.model.layers)))
 

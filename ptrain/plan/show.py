@@ -38,9 +38,11 @@ from ptrain.steps.step import (
     ChunkedLoss,
     Clip,
     Compile,
+    CompiledLoss,
     ContextParallel,
     CreateMesh,
     Keep,
+    LossStep,
     Parallelize,
     Pipeline,
     Plan,
@@ -407,9 +409,11 @@ def _compile_text(step: Compile) -> str:
     )
 
 
-def loss_text(step: ChunkedLoss) -> str:
+def loss_text(step: LossStep) -> str:
     """Return a text such as `compute logits and loss of 256 tokens at a time, by torch's
     linear_cross_entropy`."""
+    if isinstance(step, CompiledLoss):
+        return "compile the logits and the cross entropy of all tokens as one program"
     how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
     tokens = f"{step.tokens} token{'' if step.tokens == 1 else 's'}"
     return f"compute logits and loss of {tokens} at a time, {how}"
@@ -501,6 +505,7 @@ _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
     Quantize: _quantize_text,
     Compile: _compile_text,
     ChunkedLoss: loss_text,
+    CompiledLoss: loss_text,
     LocalGradients: _local_text,
     Replicate: _replicate_text,
     FullyShard: _fully_shard,

@@ -107,6 +107,18 @@ class Compiled(MeantWord):
         "block",
         "the forward pass of each block, recomputation included; hooks of the wrapper run outside",
     )
+    LOSS = "loss", "the logits and the cross entropy of all tokens, as one program"
+    ALL = "all", "block and loss"
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if blocks are compiled."""
+        return self in (Compiled.BLOCK, Compiled.ALL)
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the logits and the loss are compiled."""
+        return self in (Compiled.LOSS, Compiled.ALL)
 
 
 class ReduceScatterVia(Word):

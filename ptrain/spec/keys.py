@@ -347,8 +347,8 @@ class Keys:
     compile: Annotated[
         Compiled,
         Either(
-            "Compile the forward pass of each block with torch.compile.",
-            "none or block",
+            "Compile blocks, or the logits and the loss, with torch.compile.",
+            "none, block, loss or all",
             (
                 Choice("", words_of(Compiled)),
                 Boolean("true: block"),

@@ -65,7 +65,7 @@ from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec, require_leave
-from ptrain.steps.step import chunked_loss
+from ptrain.steps.step import loss_in_head
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
@@ -522,9 +522,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             run = partial(record, model, units, lambda: loss(samples) / samples.rows)
             return TracedLayers(run(*samples.tensors, extent=extent), ran, units)
 
-        if (
-            is_whole and plan.compiled is not None
-        ):  # compiled in the first run, which allocates more
+        if is_whole and plan.has_programs:  # compiled in the first run, which allocates more
             run_unrecorded(model, units, lambda: loss(samples) / samples.rows)
         before = torch.get_rng_state()
         with stops_of(model) as stops:
@@ -566,8 +564,8 @@ class _UserLoss(_Loss):
         return loss_of(self.model, samples, objective_of(self.spec), self.spec)
 
 
-class _ChunkedLoss(_Loss):
-    """The loss of a micro-batch that the head computes in chunks."""
+class _LossInHead(_Loss):
+    """The loss of a micro-batch that the head computes."""
 
     def __init__(self, model: nn.Module, spec: Spec, inside: LossInHead) -> None:
         super().__init__(model, spec)
@@ -585,11 +583,11 @@ class _ChunkedLoss(_Loss):
 
 @contextmanager
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    if (step := chunked_loss(spec)) is None:
+    if (step := loss_in_head(spec)) is None:
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInHead(step), head_of(model, spec)
-    loss = _ChunkedLoss(model, spec, inside)
+    loss = _LossInHead(model, spec, inside)
     if isinstance(module := model.get_submodule(head), nn.Linear):
         loss.vocabulary = module.out_features
     inside.attach(model, head)

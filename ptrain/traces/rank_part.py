@@ -50,7 +50,15 @@ from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Roles, Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize, Quantize
+from ptrain.steps.step import (
+    Compile,
+    CompiledLoss,
+    ContextParallel,
+    Keep,
+    LossStep,
+    Parallelize,
+    Quantize,
+)
 from ptrain.timeline import Boundary, Complete, Item, Mark, Timeline
 from ptrain.traces.layer_works import work_of
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
@@ -418,7 +426,7 @@ class RankPart:
     keep: Keep | None = None
     compiled: Compile | None = None
     quantize: Quantize | None = None
-    loss: ChunkedLoss | None = None
+    loss: LossStep | None = None
     head: str = ROOT
     spec: Spec | None = None  # whose samples and loss they are, where these are not ours
     has_learnt: bool = False  # torch, on a part with the same operators
@@ -532,7 +540,8 @@ class RankPart:
         DTensor computes an operator's sharding on tensors when it first runs, which would be
         recorded. `learn` runs the same operators on few layers, within `few`.
         """
-        if (self.mesh or self.experts or self.compiled) and not self.has_learnt:
+        has_program = self.compiled or isinstance(self.loss, CompiledLoss)
+        if (self.mesh or self.experts or has_program) and not self.has_learnt:
             with few():
                 learn()
         return run()

@@ -18,7 +18,6 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED, ContextAttention, Hybrid, token_multiple
 from ptrain.spec.block import Positions
-from ptrain.spec.dials import Compiled
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
@@ -371,14 +370,14 @@ def _position_faults(spec: Spec) -> Iterator[Fault]:
 
 def _compile_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention = factor_of(spec), attention_of(spec)
-    if factor is None or spec.compile is Compiled.NONE:
+    if factor is None or not spec.compile.has_blocks:
         return
     if split_degree(attention, factor.degree)[1] > 1:
         yield Fault(
             place="context.attention",
             finding=(
-                f"not supported yet with compile=block: {attention}, whose passes along the ring "
-                "torch.compile does not read"
+                f"not supported yet with compile={spec.compile}: {attention}, whose passes "
+                "along the ring torch.compile does not read"
             ),
             remedy="Use `context.attention=ulysses`, or use `compile=none`.",
         )
@@ -386,8 +385,8 @@ def _compile_faults(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="model.dropout",
             finding=(
-                "not supported yet with compile=block: dropout over cp, whose masks are sliced "
-                "by hooks within a block"
+                f"not supported yet with compile={spec.compile}: dropout over cp, whose masks "
+                "are sliced by hooks within a block"
             ),
             remedy="Use `model.dropout=0`, or use `compile=none`.",
         )

@@ -75,7 +75,7 @@ from ptrain.models.parting import standing_alone
 from ptrain.models.window import Window
 from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import COLUMNS, ROWS, Role, matches_pattern
-from ptrain.steps.step import ChunkedLoss, Parallelize
+from ptrain.steps.step import LossStep, Parallelize
 from ptrain.units import grouped
 
 
@@ -479,7 +479,7 @@ def local_loss(loss: torch.Tensor) -> torch.Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
+def loss_inside(step: LossStep, tensor: Parallelize | None) -> LossInHead:
     """Return the function that computes the loss of a chunk of tokens in the head.
 
     The logits of a chunk are all-gathered, unless they stay sharded over the vocabulary.
