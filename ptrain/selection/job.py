@@ -28,7 +28,7 @@ from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
-from ptrain.spec.spec import Spec, require_eager, require_listed_operators
+from ptrain.spec.spec import Spec, require_searchable
 from ptrain.spec.text import to_flow_yaml
 
 ReadFacts = Callable[[Spec], ModelFacts]
@@ -411,8 +411,7 @@ def searched_job(
     else:
         job = _of_spec(source, words, where)
     base = job.base
-    require_eager(base, "select")
-    require_listed_operators(base, "select")
+    require_searchable(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",
