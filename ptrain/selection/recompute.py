@@ -27,7 +27,7 @@ from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
-from ptrain.spec.spec import ActivationSpec, Spec, require_eager, require_listed_operators
+from ptrain.spec.spec import ActivationSpec, Spec, require_searchable
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory
 
@@ -236,8 +236,7 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise refused(
             _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
         )
-    require_eager(spec, "predict with batch.micro=auto")
-    require_listed_operators(spec, "predict with batch.micro=auto")
+    require_searchable(spec, "predict with batch.micro=auto")
     if spec.activations.budget is not None:
         raise refused(
             _MICRO,

@@ -354,6 +354,7 @@ class Keys:
                 Boolean("true: block"),
             ),
             read=_parse_compile,
+            search_remedy="`ptrain predict` derives compiled blocks.",
         ),
     ] = Compiled.NONE
 

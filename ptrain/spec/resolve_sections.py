@@ -422,7 +422,8 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
         has_master=raw.master is None or isinstance(raw.master, DType),
         moments=raw.moments,
     )
-    return Precision(layout=layout, compute_fp64=raw.compute is not None, matmul=raw.matmul)
+    said: dict[str, Any] = {spot.name: getattr(raw, spot.name, None) for spot in fields(Precision)}
+    return Precision(**{**said, "layout": layout, "compute_fp64": raw.compute is not None})
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, Self
 
 from ptrain.cost import PLACED, State
@@ -21,8 +22,10 @@ from ptrain.errors import SpecError, refused
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.dials import Compiled, UnitSize
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys
+from ptrain.spec.leaf import Leaf, iter_keys
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec, UserFunction
 from ptrain.spec.placement import (
     EXPERT_AXES,
@@ -34,7 +37,7 @@ from ptrain.spec.placement import (
     Factor,
     Tier,
 )
-from ptrain.spec.precision import Matmul, Precision
+from ptrain.spec.precision import Precision
 from ptrain.units import grouped, row_major
 from ptrain.wording import Worded
 
@@ -329,24 +332,26 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
         )
 
 
-def require_eager(spec: Spec, command: str) -> None:
-    """Raises SpecError where blocks are compiled, which `command` knows nothing of."""
-    if spec.compile is not Compiled.NONE:
-        raise refused(
-            "compile",
-            f"not supported yet: ptrain {command} with compile={spec.compile}",
-            "Use `compile=none`; `ptrain predict` derives compiled blocks.",
-        )
+def require_searchable(spec: Spec, command: str) -> None:
+    """Check that the search of a command supports the spec's values (`Leaf.search_remedy`).
+
+    Raises:
+        SpecError: A key has a value other than its default, which is the only one supported.
+    """
+    for place, default, remedy in _unsearched_keys():
+        if (value := attrgetter(place)(spec)) != default:
+            finding = f"not supported yet: ptrain {command} with {place}={value}"
+            raise refused(place, finding, f"Use `{place}={default}`; {remedy}")
 
 
-def require_listed_operators(spec: Spec, command: str) -> None:
-    """Raises SpecError for fp8 products, of which `command` has no table of operators."""
-    if spec.precision.matmul is not Matmul.NONE:
-        raise refused(
-            "precision.matmul",
-            f"not supported yet: ptrain {command} with precision.matmul={spec.precision.matmul}",
-            "Use `precision.matmul=none`; `ptrain predict` derives fp8 products.",
-        )
+@lru_cache
+def _unsearched_keys() -> list[tuple[str, object, str]]:
+    """Return (key, default, remedy) of each key of which a search supports the default only."""
+    return [
+        (".".join(route), spot.default, holds.search_remedy)
+        for route, spot, holds in iter_keys(SpecRaw)
+        if isinstance(holds, Leaf) and holds.search_remedy
+    ]
 
 
 def require_transformers(model: ModelSpec) -> None:
