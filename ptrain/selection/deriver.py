@@ -32,7 +32,7 @@ from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.fit import Fit
 from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
 from ptrain.selection.profile import clock_of, seconds_of
-from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
+from ptrain.selection.ranking import Ranked, Scored, SearchGoal, ranked
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate
 from ptrain.spec.cluster import Cluster
@@ -217,21 +217,14 @@ class Deriver:
     @cached_property
     def search(self) -> Search:
         """The search of the job's space."""
-        base, shape, (pace, _) = self.job.scored, self.job.base.model, self._whole
-        assert base.cluster is not None, "a job that is searched for has a cluster"
+        pace, cluster = self._whole[0], self.job.base.cluster
+        assert cluster is not None, "a job that is searched for has a cluster"
         return Search(
-            SearchTask(
-                base=base,
-                devices=self.job.devices,
-                pace=pace or NominalPace(base.cluster),
-                work=self.work,
-                is_nominal=pace is None,
-                objective=self.objective,
-                where=self.job.where,
-                written=self.job.written,
-                own=shape if isinstance(shape, ModelShape) and shape.experts is not None else None,
-                room=self.job.room,
-            )
+            self.job,
+            self.work,
+            pace or NominalPace(cluster),
+            is_nominal=pace is None,
+            by_memory=self.objective is SearchGoal.MEMORY,
         )
 
     def work(self, spec: Spec) -> ModelWork:
@@ -350,7 +343,7 @@ class Deriver:
         tried = self._tried(scored, count, lambda: fastest == inf)
         # A traced peak calibrates the estimates of its part, so it is derived in full even if it
         # does not fit.
-        room = self.search.task.room if self.cuts is None else inf
+        room = self.job.room if self.cuts is None else inf
         for candidate in islice(tried, _TRIED * count):
             if not count:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,7 @@ _CPU_LAYOUT, _GPU_LAYOUT, _OLD_GPU_LAYOUT = "fp32", "zero16", "fp16"
 _BF16 = 80  # the first compute capability with matrix units for bf16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchedJob:
     """A job to be placed by a search.
 
@@ -368,14 +368,14 @@ class SearchedJob:
         cluster = self.base.cluster
         return float(cluster.usable_memory - self.margin_bytes) if cluster else math.inf
 
-    @property
+    @cached_property
     def scored(self) -> Spec:
         """The base as estimates see it."""
         if self.stand_in is None:
             return self.base
         return replace(_without_programs(self.base), model=self.stand_in)
 
-    @property
+    @cached_property
     def sized(self) -> Spec:
         """The base if its model has a shape, else the base with the stand-in."""
         return self.base if isinstance(self.base.model, ModelShape) else self.scored

@@ -261,16 +261,14 @@ def _passes(clock: Clock, work: LayerWork, kept: ActivationMode) -> tuple[float,
     return forward.in_a_row(clock.pace), backward.in_a_row(clock.pace), host
 
 
-def exchange_seconds(
-    spec: Spec, shape: ModelShape, pace: Pace, kept: ActivationMode
-) -> tuple[float, float]:
+def exchange_seconds(spec: Spec, pace: Pace, kept: ActivationMode) -> tuple[float, float]:
     """Return the seconds, forward and backward, that a block waits for rows of experts on other
     ranks.
 
     Recomputed blocks exchange rows again.
     """
-    ranks, inside = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP)
-    if spec.degree(Axis.EP) == 1:
+    ranks, inside, shape = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP), spec.model
+    if spec.degree(Axis.EP) == 1 or not isinstance(shape, ModelShape):
         return 0.0, 0.0
     once = pace.collective_seconds(
         Collective.ALL_TO_ALL,

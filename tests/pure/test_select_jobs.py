@@ -171,8 +171,8 @@ def test_values_that_are_offered_are_those_of_candidates(text, candidates_of_fou
     rule = parse(text)
     values = {QUANTITIES[rule.name].of(spec) for spec in specs} - {""}
     assert values and rule.bound not in values
-    own = replace(search.task, where=Where((rule,)))
-    finding, remedy = why_none(Search(own))
+    own = replace(search.job, where=Where((rule,)))
+    finding, remedy = why_none(Search(own, search.work, search.pace))
     offered = finding.partition(f"{rule.name} can be ")[2]
     as_written = {f"[{value}]" if "placement" in rule.name else str(value) for value in values}
     assert {*re.split(r", ", offered)} == as_written and remedy == f"Remove `{text}`."
