@@ -1,5 +1,5 @@
-"""Blocks that are compiled: the step of the plan, what is rejected by name with a fix, and what is
-said of bytes that are not predicted."""
+"""Compiled blocks and losses: the steps of the plan, what is rejected by name with a fix, and the
+reasons for bytes that are not predicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptrain.plan.show import format_plan
 from ptrain.selection.job import searched_job
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Compile, Keep
+from ptrain.steps.step import Compile, CompiledLoss, Keep
 
 REFUSED = [
     ("cp-ring", [], "context.attention", "whose passes along the ring"),
@@ -33,6 +33,40 @@ REFUSED = [
     ("tp", ["model.dropout=0.1"], "model.dropout", "generators"),
     ("tp", ["activations=M"], "activations", "recomputed blocks over tp"),
 ]
+
+
+REFUSED_LOSSES = [
+    ("ddp", ["loss=chunked"], "loss", "in chunks", "Use `loss=cross-entropy`"),
+    ("ddp", ["loss=fused"], "loss", "in chunks", "Use `loss=cross-entropy`"),
+    ("ddp", ["loss.target=package:function"], "loss.target", "your code", "Remove `loss`"),
+    ("tp", [], "mesh.tp", "over tp", "Use `mesh.tp=1`"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "place", "finding", "remedy"), REFUSED_LOSSES)
+def test_losses_that_are_not_compiled_yet_are_rejected_by_name(
+    name, overrides, place, finding, remedy
+):
+    for word, rest in (("loss", "none"), ("all", "block")):
+        spec = load(name, [*overrides, f"compile={word}"]).spec
+        (fault,) = find_unsupported(spec)
+        assert fault.place == place and finding in fault.finding
+        assert fault.finding.startswith(f"not supported yet with compile={word}: ")
+        assert fault.remedy == f"{remedy}, or use `compile={rest}`."
+        assert not find_unsupported(load(name, [*overrides, f"compile={rest}"]).spec)
+
+
+def test_a_loss_is_compiled_where_blocks_are_not():
+    for name in ("cp-ring", "ep"):
+        assert not find_unsupported(load(name, ["compile=loss"]).spec)
+    (fault,) = find_unsupported(load("ep", ["compile=all"]).spec)
+    assert fault.remedy == "Use a model without experts, or use `compile=loss`."
+    faults = find_unsupported(load("zero3", ["compile=all", "unit=sub-block", "loss=fused"]).spec)
+    assert [fault.place for fault in faults] == ["unit", "loss"]
+    assert all(fault.remedy.endswith("or use `compile=none`.") for fault in faults)
+    for word in ("loss", "all"):
+        (fault,) = find_unsupported(load("pp-zero-bubble", [f"compile={word}"]).spec)
+        assert fault.place == "pipeline.schedule"
 
 
 def compiled(name: str, *overrides: str) -> Spec:
@@ -85,6 +119,18 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
         spec, plan
     )
     assert lower(load("zero3").spec).compiled is None
+
+
+def test_the_loss_is_compiled_after_the_head_is_wrapped():
+    for word, has_blocks in (("loss", False), ("all", True)):
+        spec = load("zero3", [f"compile={word}", "model.vocab_multiple=64"]).spec
+        plan = lower(spec)
+        kinds = [type(step) for step in plan.steps]
+        assert kinds.index(CompiledLoss) == kinds.index(type(plan.wrap)) + 1
+        assert (Compile in kinds) == has_blocks and plan.has_programs
+        assert plan.loss == CompiledLoss(padding=spec.vocab_padding)
+        assert "compile the logits and the cross entropy of all tokens" in format_plan(spec, plan)
+    assert lower(load("zero3", ["compile=block"]).spec).loss is None
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
