@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,8 @@ from ptrain.errors import SpecError
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
 from ptrain.selection.job import searched_job
+from ptrain.selection.recompute import resolve_auto
+from ptrain.spec.dials import Compiled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Compile, Keep
@@ -50,9 +53,16 @@ def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, fi
     assert not find_unsupported(load(name, [*overrides, "compile=none"]).spec)
 
 
-def test_commands_that_know_eager_blocks_alone_say_so():
-    with pytest.raises(SpecError, match="ptrain select with compile=block"):
-        searched_job("zero3", ["compile=block", "mesh=auto"])
+def test_a_search_scores_compiled_blocks_as_eager_ones():
+    job = searched_job("llama3-8b", ["compile=block", "cluster.preset=h100-8"])
+    assert job.base.compile is Compiled.BLOCK and job.stand_in == job.base.model
+    assert job.scored == replace(job.base, compile=Compiled.NONE)
+
+
+def test_a_micro_batch_is_not_chosen_for_compiled_blocks():
+    document = load("zero3", ["compile=block", "batch.micro=auto", "cluster.preset=h100-8"])
+    with pytest.raises(SpecError, match=r"predict with batch\.micro=auto with compile=block"):
+        resolve_auto(document)
 
 
 def test_without_a_compiler_the_peak_is_unknown_and_a_run_is_rejected(tmp_path):
