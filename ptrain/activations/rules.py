@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ptrain.axes.context.attention import has_ring
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
@@ -205,9 +206,14 @@ def _compile_obstacles(spec: Spec) -> Iterator[tuple[str, str, str]]:
     if not isinstance(shape, ModelShape):
         yield "model", "blocks of a model that is not built in", "Use a built-in model"
         return
-    if shape.experts is not None:
-        finding = "mixtures of experts, whose routers count tokens outside of the program"
-        yield "model.experts", finding, "Use a model without experts"
+    # Routers count tokens, and rings communicate, outside of programs: the other half of the block
+    # is compiled (`Compile`).
+    if shape.experts is not None and has_ring(spec):
+        finding = "mixtures of experts with attention along a ring, which leave no half to compile"
+        yield "context.attention", finding, "Use `context.attention=ulysses`"
+    elif (shape.experts is not None or has_ring(spec)) and has_recomputation(spec):
+        finding = "recomputed blocks of which a half is compiled"
+        yield _activations_key(spec), finding, f"Use `{_activations_key(spec)}=R`"
     if shape.attention is Attention.FLEX:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
