@@ -15,7 +15,7 @@ from ptrain.errors import Fault
 from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Axis, Distribution, R, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Distribution, R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3, gradient integrity"
@@ -29,7 +29,8 @@ def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
 
 def _activations_key(spec: Spec) -> str:
     """Return the key that sets the activation mode: a data axis's tuple, or `activations`."""
-    own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
+    data = (factor for factor in data_factors(spec) if factor.axis in DATA_AXES)
+    own = (factor for factor in data if factor.placement.activations != R)
     axis = next((factor.axis for factor in own), None)
     return f"placement.{axis}.activations" if axis else "activations"
 

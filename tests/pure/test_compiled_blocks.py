@@ -24,10 +24,10 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Compile, Keep
 
 REFUSED = [
-    ("cp-ring", [], "context.attention", "whose passes along the ring"),
-    ("cp-all-gather", [], "context.attention", "whose passes along the ring"),
+    ("cp-ring", ["activations=M"], "activations", "of which a half is compiled"),
+    ("ep", ["activations=M"], "activations", "of which a half is compiled"),
+    ("cp-ring", ["model.experts=4"], "context.attention", "no half to compile"),
     ("cp-ulysses", ["model.dropout=0.1", "model.attention_dropout=0"], "model.dropout", "masks"),
-    ("ep", [], "model.experts", "routers"),
     ("zero3", ["unit=sub-block"], "unit", "hooks"),
     ("zero3", ["activations=O"], "activations", "offloaded"),
     ("zero3", ["activations=M", "recompute=attention"], "recompute", "every layer"),
@@ -95,6 +95,22 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
         spec, plan
     )
     assert lower(load("zero3").spec).compiled is None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "part"),
+    [
+        ("ep", (), "attention of blocks 0-3"),
+        ("ep", ("model.dense_layers=1",), "block 0; attention of blocks 1-3"),
+        ("cp-ring", (), "mlp of blocks 0-3"),
+        ("cp-all-gather", (), "mlp of blocks 0-3"),
+        ("cp-ulysses", (), "blocks 0-3"),
+    ],
+)
+def test_experts_and_rings_stay_outside_of_programs(name, overrides, part):
+    spec = compiled(name, *overrides)
+    assert not check(spec) and not find_unsupported(spec)
+    assert f"compile the forward pass of {part}, one program" in format_plan(spec, lower(spec))
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
