@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ptrain.axes.context.attention import has_ring
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Axis, Distribution, R, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Distribution, R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3, gradient integrity"
@@ -28,7 +29,8 @@ def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
 
 def _activations_key(spec: Spec) -> str:
     """Return the key that sets the activation mode: a data axis's tuple, or `activations`."""
-    own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
+    data = (factor for factor in data_factors(spec) if factor.axis in DATA_AXES)
+    own = (factor for factor in data if factor.placement.activations != R)
     axis = next((factor.axis for factor in own), None)
     return f"placement.{axis}.activations" if axis else "activations"
 
@@ -233,9 +235,14 @@ def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return
-    if shape.experts is not None:
-        finding = "mixtures of experts, whose routers count tokens outside of the program"
-        yield "model.experts", finding, "Use a model without experts"
+    # Routers count tokens, and rings communicate, outside of programs: the other half of the block
+    # is compiled (`Compile`).
+    if shape.experts is not None and has_ring(spec):
+        finding = "mixtures of experts with attention along a ring, which leave no half to compile"
+        yield "context.attention", finding, "Use `context.attention=ulysses`"
+    elif (shape.experts is not None or has_ring(spec)) and has_recomputation(spec):
+        finding = "recomputed blocks of which a half is compiled"
+        yield _activations_key(spec), finding, f"Use `{_activations_key(spec)}=R`"
     if shape.attention is Attention.FLEX:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):

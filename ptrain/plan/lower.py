@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from ptrain.activations.rules import missing_block_faults
-from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.attention import context_of, has_ring
 from ptrain.axes.data.form import (
     data_factors,
     form_of,
@@ -279,7 +279,13 @@ def _make_quantize(spec: Spec) -> Quantize | None:
 def _make_compile(spec: Spec) -> Compile | None:
     if not spec.compile.has_blocks or not isinstance(spec.model, ModelShape):
         return None
-    return Compile(blocks=tuple(f"blocks.{index}" for index in range(spec.model.layers)))
+    shape, is_on_ring = spec.model, has_ring(spec)
+    halves = [
+        "mlp" if is_on_ring else "attention" if shape.has_experts(layer) else ""
+        for layer in range(shape.layers)
+    ]
+    names = (f"blocks.{layer}.{half}".rstrip(".") for layer, half in enumerate(halves))
+    return Compile(blocks=tuple(names))
 
 
 def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:

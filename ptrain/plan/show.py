@@ -397,16 +397,13 @@ def _of_blocks(names: Sequence[str]) -> str:
         blocks.setdefault(block, []).append(".".join(parts[2:]) if is_within else name)
     alike = grouped((tuple(inner), block) for block, inner in blocks.items())
     texts = [
-        ", ".join(inner) + (f" of {_blocks_text(of)}" if of != [""] else "")
-        for inner, of in alike.items()
+        (", ".join(inner), _blocks_text(of) if of != [""] else "") for inner, of in alike.items()
     ]
-    return "; ".join(texts)
+    return "; ".join(" of ".join(filter(None, text)) for text in texts)
 
 
 def _compile_text(step: Compile) -> str:
-    return (
-        f"compile the forward pass of {_blocks_text(step.blocks)}, one program per distinct block"
-    )
+    return f"compile the forward pass of {_of_blocks(step.blocks)}, one program per distinct block"
 
 
 def loss_text(step: LossStep) -> str:

@@ -567,7 +567,9 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
         layout = _CPU_LAYOUT
     elif (probe.sm or _BF16) < _BF16:
         layout = _OLD_GPU_LAYOUT
-    precision = said.get("precision", {"layout": layout})
+    precision = said.get("precision", {})
+    if isinstance(precision, dict) and not precision.keys() - {"matmul"}:
+        precision = {"layout": layout, **precision}
     return {**said, "batch": batch, "precision": precision}
 
 

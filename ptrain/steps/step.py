@@ -295,7 +295,11 @@ class Quantize(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(PlanStep):
     """torch.compile of the forward pass of each of `blocks` (module names), recomputation included.
-    Hooks of later wraps stay outside the compiled program."""
+    Hooks of later wraps stay outside the compiled program.
+
+    Of a block with experts only the attention is compiled, and next to a ring of cp only the
+    feed-forward layer.
+    """
 
     blocks: tuple[str, ...]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,15 +17,17 @@ from ptrain.errors import SpecError
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
 from ptrain.selection.job import searched_job
+from ptrain.selection.recompute import resolve_auto
+from ptrain.spec.dials import Compiled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Compile, CompiledLoss, Keep
 
 REFUSED = [
-    ("cp-ring", [], "context.attention", "whose passes along the ring"),
-    ("cp-all-gather", [], "context.attention", "whose passes along the ring"),
+    ("cp-ring", ["activations=M"], "activations", "of which a half is compiled"),
+    ("ep", ["activations=M"], "activations", "of which a half is compiled"),
+    ("cp-ring", ["model.experts=4"], "context.attention", "no half to compile"),
     ("cp-ulysses", ["model.dropout=0.1", "model.attention_dropout=0"], "model.dropout", "masks"),
-    ("ep", [], "model.experts", "routers"),
     ("zero3", ["unit=sub-block"], "unit", "hooks"),
     ("zero3", ["activations=O"], "activations", "offloaded"),
     ("zero3", ["activations=M", "recompute=attention"], "recompute", "every layer"),
@@ -84,9 +87,16 @@ def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, fi
     assert not find_unsupported(load(name, [*overrides, "compile=none"]).spec)
 
 
-def test_commands_that_know_eager_blocks_alone_say_so():
-    with pytest.raises(SpecError, match="ptrain select with compile=block"):
-        searched_job("zero3", ["compile=block", "mesh=auto"])
+def test_a_search_scores_compiled_blocks_as_eager_ones():
+    job = searched_job("llama3-8b", ["compile=block", "cluster.preset=h100-8"])
+    assert job.base.compile is Compiled.BLOCK and job.stand_in == job.base.model
+    assert job.scored == replace(job.base, compile=Compiled.NONE)
+
+
+def test_a_micro_batch_is_not_chosen_for_compiled_blocks():
+    document = load("zero3", ["compile=block", "batch.micro=auto", "cluster.preset=h100-8"])
+    with pytest.raises(SpecError, match=r"predict with batch\.micro=auto with compile=block"):
+        resolve_auto(document)
 
 
 def test_without_a_compiler_the_peak_is_unknown_and_a_run_is_rejected(tmp_path):
@@ -131,6 +141,22 @@ def test_the_loss_is_compiled_after_the_head_is_wrapped():
         assert plan.loss == CompiledLoss(padding=spec.vocab_padding)
         assert "compile the logits and the cross entropy of all tokens" in format_plan(spec, plan)
     assert lower(load("zero3", ["compile=block"]).spec).loss is None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "part"),
+    [
+        ("ep", (), "attention of blocks 0-3"),
+        ("ep", ("model.dense_layers=1",), "block 0; attention of blocks 1-3"),
+        ("cp-ring", (), "mlp of blocks 0-3"),
+        ("cp-all-gather", (), "mlp of blocks 0-3"),
+        ("cp-ulysses", (), "blocks 0-3"),
+    ],
+)
+def test_experts_and_rings_stay_outside_of_programs(name, overrides, part):
+    spec = compiled(name, *overrides)
+    assert not check(spec) and not find_unsupported(spec)
+    assert f"compile the forward pass of {part}, one program" in format_plan(spec, lower(spec))
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):

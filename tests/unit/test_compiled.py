@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import ptrain
+from ptrain.algebra.legality import is_sound
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
@@ -30,6 +32,7 @@ from ptrain.models.work import kernel_sizes
 from ptrain.runtime.world import fake_tensors
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.traces.facts import facts_of
 
@@ -179,6 +182,26 @@ def test_a_compiled_step_launches_fewer_kernels_moves_fewer_bytes_and_takes_less
     assert plain.step and exact.step and exact.step.seconds < plain.step.seconds
     assert any("CPU program" in sentence for sentence in exact.step.assumed)
     assert "CPU program" in exact.unclaimed["peak"] and not plain.unclaimed
+
+
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param("compile=block", marks=pytest.mark.nightly), "precision.matmul=fp8-rowwise"],
+)
+def test_a_search_ranks_compiled_blocks_and_fp8_products(words: str) -> None:
+    # Neither supports recomputed blocks over tp; fp8 products support no tp at all.
+    space = ("mesh={dp: auto, tp: auto}", "activations=M", "recompute=full")
+    wanted = load("zero3", [*SMALL, words]).spec
+    ranking = ptrain.select(
+        "zero3", [*SMALL, words, *space], cluster="h100-8", devices=2, count=2, read=facts_of
+    )
+    best = ranking.best
+    assert best is not None and not ranking.unknown
+    assert best.step == derive(best.spec, facts_of(best.spec)).exact.step
+    for row in ranking.ranking:
+        assert (row.spec.compile, row.spec.precision) == (wanted.compile, wanted.precision)
+        assert is_sound(row.spec) and row.spec.degree(Axis.TP) == 1
 
 
 LARGE = (

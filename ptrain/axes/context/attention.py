@@ -175,6 +175,12 @@ def factor_of(spec: Spec) -> Factor | None:
     return next((f for f in spec.factors if f.axis is Axis.CP and f.degree > 1), None)
 
 
+def has_ring(spec: Spec) -> bool:
+    """Return True if several ranks of cp pass keys and values along a ring, or gather them."""
+    factor = factor_of(spec)
+    return factor is not None and split_degree(attention_of(spec), factor.degree)[1] > 1
+
+
 def attention_of(spec: Spec) -> ContextAttention | Hybrid:
     """Return the attention of a spec.
 
