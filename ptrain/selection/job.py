@@ -377,8 +377,9 @@ class SearchedJob:
 
     @cached_property
     def sized(self) -> Spec:
-        """The base if its model has a shape, else the base with the stand-in."""
-        return self.base if isinstance(self.base.model, ModelShape) else self.scored
+        """The base as estimates see it, with its own shape if the model has one."""
+        model = self.base.model
+        return replace(self.scored, model=model) if isinstance(model, ModelShape) else self.scored
 
     @property
     def name(self) -> str:
