@@ -144,11 +144,6 @@ def _of_torch(name: str, torch: str) -> Any:
     return versions.get(torch, versions[REFERENCE_TORCH])
 
 
-def most_rows() -> int:
-    """Return the largest multiple to which any kernel pads its rows."""
-    return max(int(rows) for rows, _ in _read_table("kernels").values())
-
-
 def row_name(dtype: DType, *, drops: bool) -> str:
     """Return the name of a table row for a dtype, with or without dropout."""
     return f"{dtype}-dropout" if drops else str(dtype)
@@ -292,7 +287,9 @@ def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     """
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
-        is_padded = spec.batch.sequence % most_rows() != 0
+        # the largest multiple to which any kernel pads its rows
+        multiple = max(int(rows) for rows, _ in _read_table("kernels").values())
+        is_padded = spec.batch.sequence % multiple != 0
         if spec.precision.effective_layout.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):

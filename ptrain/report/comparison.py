@@ -6,7 +6,7 @@ The comparison is written as text, as a GitHub Markdown table, or as plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -344,10 +344,11 @@ def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
     for training in comparison.trainings:
         columns = _difference_table(training, shows_all=shows_all)
         rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
-        head, *lines = map(_markdown_row, rows)
+        head, *lines = (f"| {' | '.join(map(_escape_markdown, cells))} |" for cells in rows)
         blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
         blocks += [
-            _as_html_lines(remark) for remark in _remark_lines(training, shows_all=shows_all)
+            "<br>".join(_escape_markdown(line) for line in remark.splitlines())
+            for remark in _remark_lines(training, shows_all=shows_all)
         ]
     blocks += map(_escape_markdown, _unmatched_lines(comparison))
     return "\n\n".join(blocks)
@@ -485,17 +486,8 @@ def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
             yield f"only {side} has {counted(len(names), 'record')} of {', '.join(names)}"
 
 
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_escape_markdown, cells))} |"
-
-
 def _escape_markdown(text: str) -> str:
     """Return text with Markdown and HTML characters escaped, because users choose the names."""
     for letter in "\\|*`[]<>":  # the backslash first, so that it does not escape later ones
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
-
-
-def _as_html_lines(remark: str) -> str:
-    """Return a remark of several lines as Markdown."""
-    return "<br>".join(_escape_markdown(line) for line in remark.splitlines())

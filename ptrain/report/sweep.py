@@ -187,7 +187,15 @@ def _make_columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importan
             detail,
             _make_cell(lambda one: memory_text(model_state_bytes(one.derivation.paper))),
         ),
-        ("bytes/parameter", detail, _make_cell(_bytes_per_parameter)),
+        (
+            "bytes/parameter",
+            detail,
+            _make_cell(
+                lambda prediction: (
+                    f"{(SORTS['states'](prediction) or 0) / prediction.num_parameters:.3g}"
+                )
+            ),
+        ),
         ("states ratio", detail, _make_cell(partial(ratio, "states"))),
         ("traffic", figure, _make_cell(lambda one: traffic_text(sent_bytes(one.derivation.exact)))),
         (
@@ -208,10 +216,6 @@ def _make_cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _C
 def _pace_cell(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
     return text_or_dash(getattr(job_pace(prediction.derivation), name, None), text)
-
-
-def _bytes_per_parameter(prediction: Prediction) -> str:
-    return f"{(SORTS['states'](prediction) or 0) / prediction.num_parameters:.3g}"
 
 
 def fits_word(prediction: Prediction) -> str:
@@ -243,7 +247,9 @@ def sweep_remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from _follower_lines(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
     yield from _merged_sentences(named, _usable_lines)
-    yield from _merged_sentences(named, _batch_lines)
+    yield from _merged_sentences(
+        named, lambda prediction: batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+    )
     yield from _merged_sentences(named, _missing_time)
     yield from _merged_sentences(named, _unknown_host)
     for label, prediction in named:
@@ -326,10 +332,6 @@ def _merged_sentences(
     )
     for sentence, labels in labels_of.items():
         yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
-
-
-def _batch_lines(prediction: Prediction) -> Sequence[str]:
-    return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
 
 
 def _usable_lines(prediction: Prediction) -> Sequence[str]:

@@ -395,17 +395,13 @@ def measuring_command(
     flags = [
         *(["--allow-import"] if allow_import or spec.user_functions else []),
         *(["--rank", "all-distinct"] if is_uneven else []),
-        *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
+        *(
+            ["--rehearse"]
+            if on_gpu or (not isinstance(spec.model, ModelShape) and "peak" in exact.undefined)
+            else []
+        ),
     ]
     return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
-
-
-def _reads_values(spec: Spec, exact: Estimate) -> bool:
-    """Return True if only real tensors give the peak of the model.
-
-    The peak of a model that is not built in is undefined if its code does not run on fake tensors.
-    """
-    return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
 
 
 def needs_gpu(spec: Spec, exact: Estimate) -> bool:

@@ -194,7 +194,11 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
         report.add(
             "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
         )
-    if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
+    if (
+        raw.hf is not None
+        or isinstance(raw.config, str)
+        or (isinstance(raw.config, dict) and raw.config.get(ARCHITECTURES))
+    ):
         _refuse_shape(
             raw,
             ("hf", "config"),
@@ -265,11 +269,6 @@ def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape for keys of the section `model`; None if they are invalid or incomplete."""
     values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
     return None if faults or _missing_keys(values) else _make_shape(values)
-
-
-def _names_class(config: object) -> bool:
-    """Return True if the config names its model class."""
-    return isinstance(config, dict) and bool(config.get(ARCHITECTURES))
 
 
 def _hugging_face_model(

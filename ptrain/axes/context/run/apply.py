@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.attention import Span, all_spans, kv_repeats, spans_at
+from ptrain.axes.context.attention import all_spans, kv_repeats, spans_at
 from ptrain.axes.context.run.rehearsal import attend_over_cp, give_positions
 from ptrain.axes.context.run.slices import (
     HopKernel,
@@ -91,14 +91,9 @@ class UlyssesCore(nn.Module):
         return wait_for(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
 
 
-def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
-    """Return the tokens of this rank, in the rank's order."""
-    return spans_at(step, mesh.coordinate(step.axis))
-
-
 def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepBatch]:
     """Return a function that selects this rank's tokens of a batch."""
-    return partial(slice_batch, spans=own_spans(step, mesh))
+    return partial(slice_batch, spans=spans_at(step, mesh.coordinate(step.axis)))
 
 
 class ContextGroups:

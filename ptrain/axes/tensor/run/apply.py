@@ -383,7 +383,8 @@ def parallelize(
         if role in COLUMNS:
             # Before the style, which takes consecutive rows for each rank.
             order.reorder(name, module)
-        between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
+        has_slices = step.is_sequence or is_within(name, routing)
+        between = Shard(SEQUENCE) if has_slices else Replicate()
         for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
             # All ranks have equal tensors already. With a source rank, torch would scatter each
             # tensor from it.
@@ -496,11 +497,6 @@ def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the context for a micro-batch's forward, loss and backward."""
     return nullcontext if step is None else drawn_by_rank
-
-
-def _activation_placement(step: Parallelize) -> Placement:
-    """Return the placement of the tokens between sub-blocks."""
-    return Shard(SEQUENCE) if step.is_sequence else Replicate()
 
 
 def _parallel_styles(
