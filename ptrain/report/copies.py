@@ -426,9 +426,7 @@ def _compare_calls(call: Call | None, other: Call | None) -> tuple[DifferenceKin
 
 def _field_text(value: object, field: str) -> str:
     """Return the value of a field in words."""
-    if field == "numel":
-        return f"{value} elements"
-    return str(value) or "nothing known"
+    return f"{value} elements" if field == "numel" else str(value) or "nothing known"
 
 
 def explain_call_mismatches(mismatches: Sequence[Mismatch]) -> RootCause | None:

@@ -285,8 +285,9 @@ def _figure_groups(
         (MEASURED, estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)),
     ):
         if estimate is not None:
-            for kind, figures in _estimate_groups(estimate):
-                yield FigureGroup(kind, source), figures
+            yield from (
+                (FigureGroup(kind, source), figures) for kind, figures in _estimate_groups(estimate)
+            )
     step = predicted.step if predicted else None
     seconds = {PREDICTED: step.seconds if step else None, MEASURED: reading.step_seconds}
     for source, value in seconds.items():

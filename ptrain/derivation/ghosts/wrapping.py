@@ -115,8 +115,7 @@ def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Foot
         State.OPTIMIZER: optimizer,
         State.GRADIENTS: gradients,
     }
-    for state, size in sizes.items():
-        yield Footprint(state=state, rank=0, device_bytes=size)
+    yield from (Footprint(state=state, rank=0, device_bytes=size) for state, size in sizes.items())
 
 
 def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
