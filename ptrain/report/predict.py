@@ -22,7 +22,7 @@ from ptrain.cost import (
     lower_bytes,
 )
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.memory import ranks_per_node
+from ptrain.derivation.ghosts.wrapping import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
 from ptrain.report.screen import command_line, fold_line, screen_width

@@ -26,7 +26,7 @@ from ptrain.cost import (
     Traffic,
     TrafficKey,
 )
-from ptrain.derivation.wire import WireRow, wire_rows
+from ptrain.derivation.interconnect import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
 from ptrain.spec.cluster import are_calibrated

@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.by_rank import distinct
 from ptrain.codec import Malformed, decode
 from ptrain.cost import Column, Estimate, Phase, State, TrafficKey, busiest
-from ptrain.derivation.wire import WireRow
+from ptrain.derivation.interconnect import WireRow
 from ptrain.errors import refused
 from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check

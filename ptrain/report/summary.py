@@ -16,7 +16,7 @@ from ptrain.cost import (
     TrafficKey,
     busiest,
 )
-from ptrain.derivation.wire import WireRow, wire_rows
+from ptrain.derivation.interconnect import WireRow, wire_rows
 from ptrain.report.record import Check, checks_line, compared_ranks, exchange_key, verdict_line
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
