@@ -40,12 +40,12 @@ from ptrain.cost import (
 )
 from ptrain.derivation import blocks
 from ptrain.derivation.clock import LaneSpan
+from ptrain.derivation.ghosts.wrapping import startup_bytes
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import placement_warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.memory import startup_bytes
 from ptrain.derivation.paper import notes, paper
 from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
 from ptrain.derivation.work import rank_operations

@@ -26,7 +26,15 @@ from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation import tensor
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore, play_pass
-from ptrain.derivation.ghosts.wrapping import Wrapping, norm_bytes, time_clipping
+from ptrain.derivation.ghosts.wrapping import (
+    Wrapping,
+    always,
+    least_above,
+    norm_bytes,
+    peaks,
+    sum_in_time,
+    time_clipping,
+)
 from ptrain.derivation.layers import Representatives, represent, stage_passes
 from ptrain.derivation.machine import (
     Gaps,
@@ -35,7 +43,6 @@ from ptrain.derivation.machine import (
     idle_gaps,
     step_time,
 )
-from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
 from ptrain.facts.model import Passes, net_bytes

@@ -98,9 +98,11 @@ class FusedAttention(NamedTuple):
 
     def statistics(self, sm: int | None) -> Statistics | None:
         """Return the statistics that the kernel keeps, or None if there is no known kernel."""
-        if (kernel := self.kernel(sm)) is None:
-            return None
-        return Statistics(self.sequence, *_read_table("kernels")[kernel])
+        return (
+            None
+            if (kernel := self.kernel(sm)) is None
+            else Statistics(self.sequence, *_read_table("kernels")[kernel])
+        )
 
     def goes_by_operators(self, sm: int | None) -> bool:
         """Return True if torch is known to run separate operators, although a kernel supports
@@ -145,11 +147,6 @@ def _of_torch(name: str, torch: str) -> Any:
     return versions.get(torch, versions[REFERENCE_TORCH])
 
 
-def most_rows() -> int:
-    """Return the largest multiple to which any kernel pads its rows."""
-    return max(int(rows) for rows, _ in _read_table("kernels").values())
-
-
 def row_name(dtype: DType, *, drops: bool) -> str:
     """Return the name of a table row for a dtype, with or without dropout."""
     return f"{dtype}-dropout" if drops else str(dtype)
@@ -190,9 +187,11 @@ def is_by_operators(spec: Spec) -> bool:
     The scores are then in memory. Attention with dropout is unknown and gives False.
     """
     attention = attention_of(spec)
-    if attention is None or attention.drops:
-        return False
-    return attention.goes_by_operators(capability(spec))
+    return (
+        False
+        if attention is None or attention.drops
+        else attention.goes_by_operators(capability(spec))
+    )
 
 
 def may_be_fused(spec: Spec) -> bool:
@@ -296,7 +295,9 @@ def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     """
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
-        is_padded = spec.batch.sequence % most_rows() != 0
+        # the largest multiple to which any kernel pads its rows
+        multiple = max(int(rows) for rows, _ in _read_table("kernels").values())
+        is_padded = spec.batch.sequence % multiple != 0
         if spec.precision.effective_layout.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):

@@ -248,10 +248,14 @@ class ReplicaMeter:
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
             updates["updates"] = max(counts.values())
-        for name, count in {"training step": step, **updates}.items():
-            yield _number_copy(moment, Subject.COUNTER, name, str(count))
-        for name, values in holdings.hyperparameters(program).items():
-            yield _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
+        yield from (
+            _number_copy(moment, Subject.COUNTER, name, str(count))
+            for name, count in {"training step": step, **updates}.items()
+        )
+        yield from (
+            _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
+            for name, values in holdings.hyperparameters(program).items()
+        )
         if (random := self._random_state(moment)) is not None:
             place, digest = random
             yield Replica(moment, Subject.RANDOM, "generator", place, "state", digest)
@@ -344,8 +348,8 @@ def _stale_mismatches(
 ) -> Iterator[Mismatch]:
     """Yield a mismatch for each parameter that differs from its master copy on its rank."""
     for rank, answer in enumerate(answers):
-        for name, words in answer["stale"]:
-            yield Mismatch(
+        yield from (
+            Mismatch(
                 step=step,
                 moment=moment,
                 subject=Subject.PARAMETERS,
@@ -354,6 +358,8 @@ def _stale_mismatches(
                 between=(rank,),
                 told=words,
             )
+            for name, words in answer["stale"]
+        )
 
 
 def _missing_mismatches(

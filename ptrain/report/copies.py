@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.units import grouped
@@ -174,7 +175,8 @@ def explain_replica_mismatches(
     if not mismatches:
         return None
     first = min(mismatches, key=lambda mismatch: mismatch.order_key)
-    same = [d for d in mismatches if (d.order_key, d.subject, d.name) == (*_mismatch_key(first),)]
+    key_of = attrgetter("order_key", "subject", "name")
+    same = [mismatch for mismatch in mismatches if key_of(mismatch) == key_of(first)]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
     return RootCause(
@@ -192,11 +194,6 @@ def explain_replica_mismatches(
 def _is_on_one_rank(mismatch: Mismatch) -> bool:
     """Return True if the two replicas that differ are both on the mismatch's rank."""
     return mismatch.between == (mismatch.rank,)
-
-
-def _mismatch_key(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
-    """Return the key of the value that differs: its moment, subject and name."""
-    return mismatch.order_key, mismatch.subject, mismatch.name
 
 
 _WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
@@ -429,9 +426,7 @@ def _compare_calls(call: Call | None, other: Call | None) -> tuple[DifferenceKin
 
 def _field_text(value: object, field: str) -> str:
     """Return the value of a field in words."""
-    if field == "numel":
-        return f"{value} elements"
-    return str(value) or "nothing known"
+    return f"{value} elements" if field == "numel" else str(value) or "nothing known"
 
 
 def explain_call_mismatches(mismatches: Sequence[Mismatch]) -> RootCause | None:

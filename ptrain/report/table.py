@@ -198,9 +198,7 @@ def _shorten_cell(cell: str, width: int) -> str:
 
 def _text_width(text: str) -> int:
     """Return the number of terminal columns of a text."""
-    if text.isascii():
-        return len(text)
-    return sum(_letter_width(letter) for letter in text)
+    return len(text) if text.isascii() else sum(_letter_width(letter) for letter in text)
 
 
 def _letter_width(letter: str) -> int:
@@ -240,9 +238,11 @@ def memory_span(lower: int | None, upper: int | None) -> str:
     Returns:
         `1.2 MiB … 3.4 MiB`, or one size if the bounds are equal or there are none.
     """
-    if lower is None or lower == upper:
-        return memory_text(upper)
-    return f"{memory_text(lower)} … {memory_text(upper)}"
+    return (
+        memory_text(upper)
+        if lower is None or lower == upper
+        else f"{memory_text(lower)} … {memory_text(upper)}"
+    )
 
 
 def lower_bounds(rows: Sequence[Footprint]) -> Largest:
@@ -395,17 +395,13 @@ def measuring_command(
     flags = [
         *(["--allow-import"] if allow_import or spec.user_functions else []),
         *(["--rank", "all-distinct"] if is_uneven else []),
-        *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
+        *(
+            ["--rehearse"]
+            if on_gpu or (not isinstance(spec.model, ModelShape) and "peak" in exact.undefined)
+            else []
+        ),
     ]
     return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
-
-
-def _reads_values(spec: Spec, exact: Estimate) -> bool:
-    """Return True if only real tensors give the peak of the model.
-
-    The peak of a model that is not built in is undefined if its code does not run on fake tensors.
-    """
-    return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
 
 
 def needs_gpu(spec: Spec, exact: Estimate) -> bool:

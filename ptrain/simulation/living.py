@@ -319,5 +319,7 @@ def gathered_units(program: Program) -> Iterator[tuple[int, str]]:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
                 for part in group.fsdp_params:
-                    for output in part.all_gather_outputs:
-                        yield storage_of(output)._cdata, name or "root"
+                    yield from (
+                        (storage_of(output)._cdata, name or "root")
+                        for output in part.all_gather_outputs
+                    )

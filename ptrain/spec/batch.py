@@ -85,9 +85,11 @@ class _HybridDegrees(FreeMapping):
 
 
 def _to_file_syntax(attention: ContextAttention | Hybrid) -> object:
-    if isinstance(attention, Hybrid):
-        return {"ulysses": attention.ulysses, "ring": attention.ring}
-    return attention.value
+    return (
+        {"ulysses": attention.ulysses, "ring": attention.ring}
+        if isinstance(attention, Hybrid)
+        else attention.value
+    )
 
 
 @section_dataclass

@@ -94,9 +94,11 @@ class SyncPolicy:
     def after_forward(self, *, is_root: bool) -> bool | int:
         """Return whether a unit is resharded after its forward pass, or the number of shards it is
         resharded to."""
-        if isinstance(self.reshard_after_forward, Reshard):
-            return not is_root
-        return self.reshard_after_forward
+        return (
+            not is_root
+            if isinstance(self.reshard_after_forward, Reshard)
+            else self.reshard_after_forward
+        )
 
 
 class Compiled(MeantWord):

@@ -194,7 +194,11 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
         report.add(
             "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
         )
-    if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
+    if (
+        raw.hf is not None
+        or isinstance(raw.config, str)
+        or (isinstance(raw.config, dict) and raw.config.get(ARCHITECTURES))
+    ):
         _refuse_shape(
             raw,
             ("hf", "config"),
@@ -265,11 +269,6 @@ def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape for keys of the section `model`; None if they are invalid or incomplete."""
     values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
     return None if faults or _missing_keys(values) else _make_shape(values)
-
-
-def _names_class(config: object) -> bool:
-    """Return True if the config names its model class."""
-    return isinstance(config, dict) and bool(config.get(ARCHITECTURES))
 
 
 def _hugging_face_model(
@@ -560,9 +559,11 @@ def resolve_folder(written: str | None, report: Findings) -> str | None:
     """Return a folder as an absolute path without symlinks, relative to the spec's folder; None if
     none is written and the spec is not a user's file."""
     home = home_of(report.tree)
-    if home is None and written is None:
-        return None
-    return os.path.realpath((home or Path()) / (written or ""))
+    return (
+        None
+        if home is None and written is None
+        else os.path.realpath((home or Path()) / (written or ""))
+    )
 
 
 def resolve_attention(text: str | None) -> Attention | None:
@@ -594,6 +595,8 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) ->
         )
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false contradicts kind fused", _ONE)
-    if not is_cut:
-        return LossSpec()
-    return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
+    return (
+        LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
+        if is_cut
+        else LossSpec()
+    )

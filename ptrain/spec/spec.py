@@ -338,20 +338,13 @@ def require_searchable(spec: Spec, command: str) -> None:
     Raises:
         SpecError: A key has a value other than its default, which is the only one supported.
     """
-    for place, default, remedy in _unsearched_keys():
-        if (value := attrgetter(place)(spec)) != default:
+    for route, spot, holds in iter_keys(SpecRaw):
+        place = ".".join(route)
+        if not isinstance(holds, Leaf) or not holds.search_remedy:
+            continue
+        if (value := attrgetter(place)(spec)) != spot.default:
             finding = f"not supported yet: ptrain {command} with {place}={value}"
-            raise refused(place, finding, f"Use `{place}={default}`; {remedy}")
-
-
-@lru_cache
-def _unsearched_keys() -> list[tuple[str, object, str]]:
-    """Return (key, default, remedy) of each key of which a search supports the default only."""
-    return [
-        (".".join(route), spot.default, holds.search_remedy)
-        for route, spot, holds in iter_keys(SpecRaw)
-        if isinstance(holds, Leaf) and holds.search_remedy
-    ]
+            raise refused(place, finding, f"Use `{place}={spot.default}`; {holds.search_remedy}")
 
 
 def require_transformers(model: ModelSpec) -> None:

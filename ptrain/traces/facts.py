@@ -149,9 +149,11 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     """Return the facts at each number of selected elements at which the model is traced."""
-    if not facts.others:
-        return [(facts, Extent.GIVEN)]
-    return list(zip((facts, *facts.others), BOUNDS, strict=True))
+    return (
+        list(zip((facts, *facts.others), BOUNDS, strict=True))
+        if facts.others
+        else [(facts, Extent.GIVEN)]
+    )
 
 
 def _with_trace(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
@@ -361,9 +363,7 @@ def _read_own(
     if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
     facts = _read_fake(reader, fake, untraced)
-    if facts.untraced and fake.may_be_real:
-        return _read_real(reader, progress, fake)
-    return facts
+    return _read_real(reader, progress, fake) if facts.untraced and fake.may_be_real else facts
 
 
 def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = None) -> ModelFacts:

@@ -270,7 +270,11 @@ class Probe:
             is_before = step == self.steady - 1
             finder = stack.enter_context(RoleFinder(self._program)) if is_before else None
             stopwatch = (
-                stack.enter_context(self._make_stopwatch()) if self._is_timed(step) else None
+                stack.enter_context(
+                    WaitMeter(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
+                )
+                if self._is_timed(step)
+                else None
             )
             yield
         if finder is not None:
@@ -291,9 +295,6 @@ class Probe:
     def _is_timed(self, step: int) -> bool:
         """Return True if the wait on collectives is timed in a step (from 0)."""
         return self.is_measured(step - 1) and not self.is_measured(step)
-
-    def _make_stopwatch(self) -> WaitMeter:
-        return WaitMeter(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
     def _store_measurement(self, step: int, measurement: Measurement) -> None:
         """Store the estimate of a measured step."""

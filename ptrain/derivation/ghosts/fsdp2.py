@@ -58,9 +58,11 @@ class UnitShards(NamedTuple):
 
     def padded_elements(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, including padding."""
-        if self.shard_dim(shape):
-            return math.prod(shape) // self.ranks
-        return padded_rows(shape, self.ranks)
+        return (
+            math.prod(shape) // self.ranks
+            if self.shard_dim(shape)
+            else padded_rows(shape, self.ranks)
+        )
 
     def local_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the rank's part of a tensor, without padding."""
@@ -296,7 +298,10 @@ class FullySharded(InPlaceUpdate):
         self.listed = [_list_tensors(unit) for unit in scene.units]
         padded = _padded_sizes(self.listed, self.shards)
         trained = [[t for t in tensors if not t.is_frozen] for tensors in self.listed]
-        moved = _moved_tensors(self.listed, self.shards)
+        moved = [
+            [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
+            for tensors, own in zip(self.listed, self.shards, strict=True)
+        ]
         self.gathers = Gathers(scene, step, self.shards, padded, moved)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
@@ -568,16 +573,6 @@ def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
     return [tensors[name] for name in fully_shard_order(tuple(tensors))]
-
-
-def _moved_tensors(
-    units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
-) -> list[list[bool]]:
-    """Return True for each wrapped tensor that is not sharded by rows, by unit."""
-    return [
-        [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
-        for tensors, own in zip(units, shards, strict=True)
-    ]
 
 
 def _padded_sizes(

@@ -383,7 +383,8 @@ def parallelize(
         if role in COLUMNS:
             # Before the style, which takes consecutive rows for each rank.
             order.reorder(name, module)
-        between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
+        has_slices = step.is_sequence or is_within(name, routing)
+        between = Shard(SEQUENCE) if has_slices else Replicate()
         for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
             # All ranks have equal tensors already. With a source rank, torch would scatter each
             # tensor from it.
@@ -498,11 +499,6 @@ def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager
     return nullcontext if step is None else drawn_by_rank
 
 
-def _activation_placement(step: Parallelize) -> Placement:
-    """Return the placement of the tokens between sub-blocks."""
-    return Shard(SEQUENCE) if step.is_sequence else Replicate()
-
-
 def _parallel_styles(
     step: Parallelize, role: Role, registry: TagRegistry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
@@ -591,6 +587,8 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
 
 
 def _gather_logits(logits: torch.Tensor) -> torch.Tensor:
-    if not isinstance(logits, DTensor):
-        return logits
-    return logits.redistribute(placements=[Replicate()]).to_local()
+    return (
+        logits.redistribute(placements=[Replicate()]).to_local()
+        if isinstance(logits, DTensor)
+        else logits
+    )
