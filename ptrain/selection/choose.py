@@ -483,7 +483,7 @@ class Chooser(Deriver):
             if not rows and refusals and refusals.keys() >= self.cuts.facts.keys():
                 raise next(iter(refusals.values()))
             if rows:
-                self.cuts.close()
+                self.cuts.most = 0  # no further traces
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
         seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
         return [*rows, *(row for seed in seeds for row in self._descended(seed, _MOST_WORK))]

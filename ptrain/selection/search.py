@@ -445,7 +445,7 @@ class Search:
         base, through = self.job.scored, through_of(candidate.pipeline)
         ranks = prod(f.degree for choice in candidate.within for f in choice.factors)
         cut = self.cut(ranks, candidate.within)
-        way = DataWay.of(base, candidate.data, (THROUGH[through], *candidate.within))
+        way = DataWay(base, candidate.data, (THROUGH[through], *candidate.within))
         own = tuple(factor.degree for factor in candidate.data.factors)
         number = candidate.spec(self.job.sized).batch.accumulate
         row = self._row(cut, way, own)
@@ -490,17 +490,19 @@ class Search:
     ) -> dict[WayBytes, list[DataRow]]:
         """Return the legal choices of the data axes for one choice within a block, by bytes."""
         rows: list[DataRow] = []
-        for axes in self.choices:
-            for degrees in degrees_over(len(axes), left * cut.shared):
+        base, where = self.job.scored, self.job.where
+        for axes, choices in self.choices.items():
+            ways = [
+                way
+                for way in self._ways(axes, cut, through, many=many)
+                if where.admits(Aspect.DATA, way.spec)
+            ]
+            for degrees in degrees_over(len(axes), left * cut.shared) if ways else ():
                 if degrees and degrees[-1] % cut.shared:
                     continue  # these ranks belong to axes that share the innermost axis's states
                 own = (*degrees[:-1], *(last // cut.shared for last in degrees[-1:]))
-                ways = (
-                    way
-                    for way in self._ways(axes, cut, through, many=many)
-                    if self._is_admitted(way, own, cut, through)
-                )
-                rows += (self._row(cut, way, own) for way in representatives(ways))
+                if where.admits(Aspect.RANKS, apply_choices(base, (sized(choices[0], own),))):
+                    rows += (self._row(cut, way, own) for way in representatives(ways))
         return grouped((row.memory, row) for row in rows)
 
     def _row(self, cut: BlockCut, way: DataWay, own: tuple[int, ...]) -> DataRow:
@@ -510,19 +512,6 @@ class Search:
         within = cut.ranks // cut.shared
         return DataRow(way, own, memory, WaySeconds(self.links, way, degrees, cut.sizes, within))
 
-    def _is_admitted(
-        self, way: DataWay, own: tuple[int, ...], cut: BlockCut, through: Through
-    ) -> bool:
-        """Return True if a choice with degrees satisfies constraints on ranks, placements and
-        dials."""
-        where = self.job.where
-        if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
-            return True
-        choice = sized(way.choice, own)
-        spec = apply_choices(self.job.scored, (choice, THROUGH[through], *cut.within))
-        alone = apply_choices(self.job.scored, (choice,))
-        return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
-
     def _ways(
         self, axes: tuple[Axis, ...], cut: BlockCut, through: Through, *, many: bool
     ) -> list[DataWay]:
@@ -531,5 +520,5 @@ class Search:
         if key not in self.ways:
             beside = (THROUGH[through], *cut.within)
             legal = self.legality.data(self.choices[axes], cut.within, through, many=many)
-            self.ways[key] = [DataWay.of(self.job.scored, choice, beside) for choice in legal]
+            self.ways[key] = [DataWay(self.job.scored, choice, beside) for choice in legal]
         return self.ways[key]
