@@ -182,6 +182,8 @@ def test_a_compiled_step_launches_fewer_kernels_moves_fewer_bytes_and_takes_less
     assert plain.step and exact.step and exact.step.seconds < plain.step.seconds
     assert any("CPU program" in sentence for sentence in exact.step.assumed)
     assert "CPU program" in exact.unclaimed["peak"] and not plain.unclaimed
+    # No collected step was predicted from a program.
+    assert exact.step.interval is None and plain.step.interval is not None
 
 
 @pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
