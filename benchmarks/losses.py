@@ -22,7 +22,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.ranks import Ranks
 
 STEPS = 10
@@ -48,7 +48,7 @@ def trained(pool: Ranks, name: str, overrides: Sequence[str]) -> Row:
     """Return what `STEPS` steps of a strategy gave: hexadecimal losses and norms by step, and the
     digest of the parameters after them."""
     spec = require_runnable(load(name, list(overrides)))
-    reports = pool.run(spec.world_size, train, spec, STEPS, timeout=MOST_SECONDS)
+    reports = pool.run(spec.world_size, train_on_rank, spec, STEPS, timeout=MOST_SECONDS)
     trajectory = reports[0].trajectory
     assert trajectory is not None, "rank 0 has one"
     return {

@@ -123,7 +123,7 @@ def sources() -> list[Source]:
 def measure() -> Measured:
     """Each shrunk spec on its ranks; a steady step under the meters."""
     from ptrain.meters.measure import join_estimates
-    from tests.gloo.runs import train
+    from tests.gloo.runs import train_on_rank
     from tests.ranks import Ranks
 
     pool, found, known = Ranks(), {}, {}
@@ -132,7 +132,9 @@ def measure() -> Measured:
             found[source] = known[text]
             continue
         spec = spec_of(source, small=True)
-        reports = pool.run(spec.world_size, train, spec, STEADY_STEP + 1, STEADY_STEP, timeout=600)
+        reports = pool.run(
+            spec.world_size, train_on_rank, spec, STEADY_STEP + 1, STEADY_STEP, timeout=600
+        )
         estimate = join_estimates([report.measured for report in reports])
         found[source] = known[text] = Figures.of(estimate)
         print(f"measured: {text}", file=sys.stderr)

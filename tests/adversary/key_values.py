@@ -2,7 +2,7 @@
 numbers the lowest, the highest and some other. What the declaration says nothing executes yet is
 left out until it does.
 
-The declaration is the grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf and of
+The grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf and of
 each short form, so that a new key is drawn without a change here. What a schema cannot say stands
 in three tables: texts that mean something (`texts`), ranges in which a simulation takes seconds
 (LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key whose values nobody knows

@@ -1,5 +1,5 @@
-"""What a rank does in the tests of compiled blocks: train the same spec eager and compiled, and
-report gradients, programs, traffic and peaks."""
+"""Functions that run on ranks for the tests of compiled blocks: they train one spec eagerly and
+compiled, and report gradients, programs, traffic and peaks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Some steps of one program. `gradients`: of every step, by trained tensor, None where one has
-    none. `programs`: how many torch had made after the first step, and in the end. `measured` is
-    what the meters saw in the last step."""
+    """The results of some steps of one program.
+
+    `gradients` holds the gradients of every step by trained tensor (None if a tensor has none),
+    `programs` the number of compiled programs after the first and after the last step, `measured`
+    the meters' report of the last step."""
 
     losses: Sequence[float]
     gradients: Sequence[Sequence[torch.Tensor | None]]
@@ -39,14 +41,15 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One rank's account of a spec: eager, and compiled."""
+    """One rank's results for a spec, eager and compiled."""
 
     eager: Steps
     compiled: Steps
 
     @property
     def difference(self) -> float:
-        """Return the largest distance of two gradients, relative to the norm of the eager one."""
+        """Return the largest distance between two gradients, relative to the eager gradient's
+        norm."""
         return max(
             float((own - plain).norm() / plain.norm().clamp_min(1e-300))
             for owns, plains in zip(self.compiled.gradients, self.eager.gradients, strict=True)
@@ -56,26 +59,26 @@ class Pair:
 
     @property
     def without_gradient(self) -> int:
-        """Return how many tensors have no gradient in compiled steps."""
+        """Return the number of tensors without a gradient in the compiled steps."""
         return sum(own is None for owns in self.compiled.gradients for own in owns)
 
 
 def run_pair(eager: Spec, compiled_spec: Spec, backend: str) -> Pair:
-    """Train both specs on this rank of the pool, and evaluate in between."""
+    """Train the eager and the compiled spec on this rank, with an evaluation between the steps."""
     world = World.join(eager.timeout)
-    plain = _steps(eager, world)
+    plain = _run_program(eager, world)
     torch._dynamo.reset()
     options = torch._inductor.config.patch(compile_threads=1)
     with mock.patch.object(compiled, "BACKEND", backend), options:
-        return Pair(eager=plain, compiled=_steps(compiled_spec, world))
+        return Pair(eager=plain, compiled=_run_program(compiled_spec, world))
 
 
 def run_steps(spec: Spec) -> Steps:
-    """Train a spec on this rank of the pool."""
-    return _steps(spec, World.join(spec.timeout))
+    """Train a spec on this rank."""
+    return _run_program(spec, World.join(spec.timeout))
 
 
-def _steps(spec: Spec, world: World) -> Steps:
+def _run_program(spec: Spec, world: World) -> Steps:
     counters.clear()
     program = interpret(spec, world=world)
     source = open_corpus(spec.data)
@@ -105,16 +108,19 @@ def _steps(spec: Spec, world: World) -> Steps:
 def _step(
     program: Program, local: Any, gradients: list[list[torch.Tensor | None]] | None = None
 ) -> float:
-    """Return this rank's share of the loss. A step that is measured keeps no copy of gradients."""
+    """Run one step and return this rank's share of the loss. A measured step keeps no copy of the
+    gradients."""
     share = float(program.forward_backward(local, 1e-3))
     program.reduce()
     if gradients is not None:
-        gradients.append([_own(target.gradient) for target, _ in program.update.tensors()])
+        gradients.append(
+            [_local_gradient(target.gradient) for target, _ in program.update.tensors()]
+        )
     program.apply(1e-3)
     return share
 
 
-def _own(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

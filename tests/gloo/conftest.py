@@ -1,4 +1,5 @@
-"""One pool of runs for all tests of this folder; with --record, what they gave is written down."""
+"""Fixtures of this folder: one pool of runs shared by all tests. With --record, the results are
+written to pages."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.gloo import (
     tensor_runs,
 )
 from tests.gloo.outcomes import Runs
-from tests.gloo.recording import write
+from tests.gloo.recording import write_page
 from tests.ranks import Ranks
 
 __all__ = ["forked_traces"]  # of every test of this folder
@@ -30,7 +31,7 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
     kept = Runs(ranks)
     yield kept
     if request.config.getoption("--record"):
-        print(f"\nwritten: {write(kept, ['pytest', *sys.argv[1:]])}")
+        print(f"\nwritten: {write_page(kept, ['pytest', *sys.argv[1:]])}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,4 @@
-"""What a program may do wrong on all ranks alike, from a step on: no comparison of ranks shows
-it."""
+"""Faults of all ranks at once from a step on, which no comparison between ranks detects."""
 
 from __future__ import annotations
 
@@ -11,29 +10,29 @@ from ptrain.interpreter.program import Program
 SINCE = 3  # steps that are sound
 
 
-def nothing(program: Program, done: int) -> None:
-    """A training that is sound."""
+def no_fault(program: Program, done: int) -> None:
+    """Leave the training unchanged."""
 
 
-def gradients_twice(program: Program, done: int) -> None:
-    """Every step after the first ones updates by twice the gradient."""
+def double_gradients(program: Program, done: int) -> None:
+    """Update with twice the gradient in every step after the first ones."""
     if done != SINCE:
         return
     reduce = program.reduce
 
-    def doubled() -> Tensor | None:
+    def reduce_and_double() -> Tensor | None:
         norm = reduce()
         for target, _ in program.update.leaves():
             if target.gradient is not None:
                 target.gradient.mul_(2)
         return norm
 
-    program.reduce = doubled  # type: ignore[method-assign]
+    program.reduce = reduce_and_double  # type: ignore[method-assign]
 
 
 @torch.no_grad()
 def parameters_drift(program: Program, done: int) -> None:
-    """Every update after the first ones leaves other parameters than it computed."""
+    """Change the parameters after every update after the first ones."""
     if done > SINCE:
         for piece in program.pieces:
             for parameter in piece.module.parameters():

@@ -1,10 +1,10 @@
-"""Activations in every mode: specs run, held against the prediction and one device."""
+"""The matrix of activation modes, compared with the prediction and the single-device reference."""
 
 from __future__ import annotations
 
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, product
-from tests.gloo.recording import named
+from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, placement_text
+from tests.gloo.recording import checks_of_kind
 
 CLAIM = f"""\
 Claim: however blocks keep their activations, on every mesh, `exact` and measured differ by 0 in
@@ -22,18 +22,18 @@ rank with most, predicted and measured alike where no figure differs.
 
 def _cells(result: Result) -> tuple[str, ...]:
     spec = result.spec
-    saved = [check.measured or 0 for check in named(result.checks, "memory activations")]
+    saved = [check.measured or 0 for check in checks_of_kind(result.checks, "memory activations")]
     return (
         spec.name.partition(".")[0],
         str(spec.resolved.get("attention", "sdpa")),
-        product(spec) or "one device",
-        _kept(spec),
+        placement_text(spec) or "one device",
+        _activation_keys(spec),
         f"{max(saved)} B",
     )
 
 
-def _kept(spec: Spec) -> str:
-    """As the spec says it."""
+def _activation_keys(spec: Spec) -> str:
+    """Return the activation keys of the spec as text."""
     said = spec.resolved
     written = [f"{key}: {said[key]}" for key in ("activations", "recompute") if key in said]
     return ", ".join(written).replace("'", "").replace("*", "\\*")

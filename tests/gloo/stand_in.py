@@ -1,4 +1,5 @@
-"""A device that runs behind its host, played by a processor, and what its host waits for."""
+"""A simulated accelerator on a CPU: its work completes only when the host waits for it, and reads
+by the host are recorded."""
 
 from __future__ import annotations
 
@@ -26,40 +27,40 @@ OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "non
 
 
 @dataclass
-class PlayedMilestone:
-    """Not passed before somebody waits for it, when what was copied until then arrives."""
+class SimulatedEvent:
+    """An event that completes when the host waits for it; earlier copies then arrive."""
 
     at: float
     copies: list[tuple[torch.Tensor, torch.Tensor]]
-    before: PlayedMilestone | None = None
+    before: SimulatedEvent | None = None
     is_passed: bool = False
 
     def wait(self) -> None:
-        """All before it are passed too."""
-        passed: PlayedMilestone | None = self
+        """Complete this event and all earlier ones."""
+        passed: SimulatedEvent | None = self
         while passed is not None and not passed.is_passed:
             passed.is_passed = True
             for held, value in passed.copies:
                 held.copy_(value)
             passed = passed.before
 
-    def seconds_since(self, earlier: PlayedMilestone) -> float:
+    def seconds_since(self, earlier: SimulatedEvent) -> float:
         assert self.is_passed and earlier.is_passed, "an event's time is known when it is over"
         return self.at - earlier.at
 
 
 @dataclass
-class PlayedQueue(DeviceQueue):
-    """Copies to the host are not numbers until a mark behind them has been waited for."""
+class SimulatedQueue(DeviceQueue):
+    """A queue whose copies to the host have no values until the host waits for a later event."""
 
     device: torch.device
     under_way: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    last: PlayedMilestone | None = None
+    last: SimulatedEvent | None = None
     runs_ahead = True  # type: ignore[assignment]
 
-    def mark(self) -> PlayedMilestone:
+    def mark(self) -> SimulatedEvent:
         copies, self.under_way = self.under_way, []
-        self.last = PlayedMilestone(time.perf_counter(), copies, self.last)
+        self.last = SimulatedEvent(time.perf_counter(), copies, self.last)
         return self.last
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,10 +70,10 @@ class PlayedQueue(DeviceQueue):
         return held
 
 
-class ReadsOfOperators(TorchDispatchMode):
-    """Those within torch."""
+class OperatorReads(TorchDispatchMode):
+    """A recorder of reads by torch operators."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: HostReads) -> None:
         super().__init__()
         self.reads = reads
 
@@ -85,8 +86,8 @@ class ReadsOfOperators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Reads(TorchFunctionMode):
-    """By step (from 0), what reads a value of a tensor that is not on the host."""
+class HostReads(TorchFunctionMode):
+    """A recorder of reads of device tensors by the host, by step (from 0)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,18 +108,18 @@ class Reads(TorchFunctionMode):
 
 
 @contextmanager
-def behind_its_host(*, is_played: bool = True) -> Iterator[None]:
-    """Trainings of this process take their processor for such a device."""
+def simulated_device(*, is_played: bool = True) -> Iterator[None]:
+    """Temporarily treat the CPU as a device that runs behind its host."""
     with pytest.MonkeyPatch.context() as patch:
         if is_played:
-            patch.setattr(loop, "DeviceQueue", PlayedQueue)
+            patch.setattr(loop, "DeviceQueue", SimulatedQueue)
         yield
 
 
 @contextmanager
-def reads_of_steps() -> Iterator[Reads]:
-    """A step begins with its batch."""
-    reads, local_batch = Reads(), loop.local_batch
+def record_reads() -> Iterator[HostReads]:
+    """Record reads by step. A step begins when its batch is read."""
+    reads, local_batch = HostReads(), loop.local_batch
 
     def noted(program: Any, source: Any, step: int, *split: Any) -> Any:
         reads.step = step
@@ -126,5 +127,5 @@ def reads_of_steps() -> Iterator[Reads]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "local_batch", noted)
-        with reads, ReadsOfOperators(reads):
+        with reads, OperatorReads(reads):
             yield reads

@@ -1,8 +1,7 @@
-"""Failures that were reported in the field, and scripts on somebody else's wrapping, each with the
-fix beside it. Nothing of ptrain is in a loop; `verify` is called around it.
+"""Failures reported in the field, and scripts for other wrappers, each with its fix. The loops do
+not use ptrain; `verify` is called on them.
 
-Every story is a function (fault: bool) -> LoopVerdict, run on two ranks.
-"""
+Every story is a function (fault: bool) -> LoopVerdict that runs on two ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ptrain
 from ptrain.codec import encode
 from ptrain.verification.jobs.job import LoopVerdict
-from tests.gloo.context_loop import attentive, over_context
-from tests.gloo.expert_loop import of_experts, over_experts, routed, unevenness
-from tests.gloo.own_loops import batches, built, mean_loss, whole_batch
+from tests.gloo.context_loop import build_attentive, gather_over_context
+from tests.gloo.expert_loop import balance_loss, build_routed, expert_parameters, shard_experts
+from tests.gloo.own_loops import batches, build_model, mean_loss, single_pass_loop
 from tests.gloo.sequence_parallel import SequenceParallelNet
 
 MASKED = -100  # cross_entropy's own mark of a target that does not count
@@ -36,7 +35,8 @@ Balance = Callable[[Tensor, Tensor], Tensor]  # (scores [tokens, experts], count
 
 
 def masked_batches() -> list[dict[str, Tensor]]:
-    """Tokens [8, 9]; of sample i only the last few targets count (a prompt of its own length)."""
+    """Return token batches [8, 9]; only the last few targets of sample i count (prompts of
+    different lengths)."""
     found = []
     for tokens in batches():
         labels = tokens[:, 1:].clone()
@@ -55,28 +55,29 @@ def masked_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
-def counted(batch: dict[str, Tensor]) -> int:
+def count_targets(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"] != MASKED).sum())
 
 
 def accumulation(fault: bool) -> LoopVerdict:
-    """Fine-tuning with masked prompts under DDP and accumulation. The fault: every micro-batch's
-    loss is the mean over its own tokens, and these means are averaged
-    (transformers#34191, mlx-lm#1413, prime-rl#583). The fix divides sums by the tokens of the
-    whole global batch."""
-    plain = built()
+    """Fine-tune with masked prompts under DDP with gradient accumulation.
+
+    The fault: each micro-batch's loss is the mean over its local tokens, and these means are
+    averaged (transformers#34191, mlx-lm#1413, prime-rl#583). The fix divides sums by the token
+    count of the global batch."""
+    plain = build_model()
     model = DistributedDataParallel(copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def step(batch: dict[str, Tensor]) -> float:
-        tokens = torch.tensor(counted(batch))
+        tokens = torch.tensor(count_targets(batch))
         dist.all_reduce(tokens)
         total, per_micro = 0.0, len(batch["tokens"]) // MICRO
         for k in range(MICRO):
             micro = rows(batch, slice(k * per_micro, (k + 1) * per_micro))
             if fault:
-                loss = masked_sum(model, micro) / counted(micro) / MICRO
+                loss = masked_sum(model, micro) / count_targets(micro) / MICRO
             else:
                 loss = masked_sum(model, micro) * size / int(tokens)  # DDP divides by size
             loss.backward()
@@ -96,25 +97,26 @@ def accumulation(fault: bool) -> LoopVerdict:
 
 
 def _masked_on_one_device(model: nn.Module) -> ptrain.Job:
-    return whole_batch(model, lambda batch: masked_sum(model, batch) / counted(batch))
+    return single_pass_loop(model, lambda batch: masked_sum(model, batch) / count_targets(batch))
 
 
-def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
-    """The whole batch at once."""
+def single_device_job(model: nn.Module, clip: float | None = None) -> ptrain.Job:
+    """Return the reference job on the full batch."""
 
     def clipped(model: nn.Module) -> None:
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
 
-    return whole_batch(model, partial(mean_loss, model), between=clipped)
+    return single_pass_loop(model, partial(mean_loss, model), between=clipped)
 
 
 def sequence_parallelism(fault: bool) -> LoopVerdict:
-    """Tensor parallelism by hand, with norms on pieces of the sequence. A norm's weights are the
-    same on all ranks, and each rank's gradient of them comes from its own piece. The fault: nobody
-    adds these up (Megatron-LM#1446, NeMo-RL#3716). The fix is one all-reduce over tp after
-    backward."""
-    plain = built()
+    """Train with hand-written tensor parallelism and norms on sequence shards.
+
+    A norm's weights are replicated, and each rank computes their gradient from its local shard. The
+    fault: these gradients are not summed (Megatron-LM#1446, NeMo-RL#3716). The fix is one
+    all-reduce over tp after backward."""
+    plain = build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = SequenceParallelNet(plain, mesh.get_group("tp"))
 
@@ -124,8 +126,8 @@ def sequence_parallelism(fault: bool) -> LoopVerdict:
             if name.endswith("down.bias") or (is_norm and not fault):
                 dist.all_reduce(parameter.grad, group=mesh.get_group("tp"))
 
-    job = whole_batch(model, partial(mean_loss, model), between=add_up)
-    return ptrain.verify(on_one_device(plain), job, batches(), terms=ptrain.Terms(mesh=mesh))
+    job = single_pass_loop(model, partial(mean_loss, model), between=add_up)
+    return ptrain.verify(single_device_job(plain), job, batches(), terms=ptrain.Terms(mesh=mesh))
 
 
 def _sharded(model: nn.Module) -> nn.Module:
@@ -136,9 +138,9 @@ def _sharded(model: nn.Module) -> nn.Module:
 
 
 def _fsdp2(fault: str) -> LoopVerdict:
-    """FSDP2 as its tutorial has it: units per block, accumulation without synchronisation, torch's
-    clip_grad_norm_ over DTensors."""
-    plain = built()
+    """Return an FSDP2 loop as in the tutorial: one unit per block, accumulation without
+    synchronization, torch's clip_grad_norm_ on DTensors."""
+    plain = build_model()
     model = copy.deepcopy(plain)
     early = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model = _sharded(model)
@@ -167,7 +169,7 @@ def _fsdp2(fault: str) -> LoopVerdict:
         model.zero_grad()
         return total
 
-    reference = on_one_device(plain, None if fault == "twice" else clip)
+    reference = single_device_job(plain, None if fault == "twice" else clip)
     return ptrain.verify(
         reference, ptrain.Job(model=model, step=step), batches(),
         share=lambda tokens: tokens.chunk(size)[rank],
@@ -175,31 +177,31 @@ def _fsdp2(fault: str) -> LoopVerdict:
 
 
 def fsdp2_clip(fault: bool) -> LoopVerdict:
-    """A hand-written FSDP2 loop. The fault: it clips by the norm of the shard that a rank has
+    """Train with a hand-written FSDP2 loop. The fault: it clips by the norm of the local shard
     (pytorch#72548, LoongForge#152)."""
     return _fsdp2("clip" if fault else "")
 
 
 def fsdp2_twice(fault: bool) -> LoopVerdict:
-    """The same loop. The fault: gradients that FSDP2 has averaged are divided by the number of
-    ranks again, as DDP by hand needs it."""
+    """Train with the same FSDP2 loop. The fault: gradients that FSDP2 has averaged are divided by
+    the number of ranks again, as a DDP loop by hand requires."""
     return _fsdp2("twice" if fault else "")
 
 
 def fsdp2_optimizer(fault: bool) -> LoopVerdict:
-    """The same loop. The fault: the optimizer is made before fully_shard, and keeps the tensors
-    that the shards have replaced (dlrover#584, accelerate#3209): it trains nothing, and no error
-    says so."""
+    """Train with the same FSDP2 loop. The fault: the optimizer is created before fully_shard and
+    keeps the replaced tensors (dlrover#584, accelerate#3209). It trains nothing, without an
+    error."""
     return _fsdp2("optimizer" if fault else "")
 
 
 def accelerated(fault: bool) -> LoopVerdict:
-    """A plain accelerate script. The fault: it divides the loss by the number of micro-batches, as
-    one does by hand; `accelerator.backward` has done that already."""
+    """Train with a plain accelerate script. The fault: it divides the loss by the number of
+    micro-batches, which `accelerator.backward` has done already."""
     from accelerate import Accelerator
 
-    plain, micro_batches = built(), 4
-    with AsLaunched():
+    plain, micro_batches = build_model(), 4
+    with AccelerateEnvironment():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
     bare = copy.deepcopy(plain)
     model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
@@ -216,20 +218,21 @@ def accelerated(fault: bool) -> LoopVerdict:
         return total
 
     return ptrain.verify(
-        on_one_device(plain), ptrain.Job(model=model, step=step), batches(),
+        single_device_job(plain), ptrain.Job(model=model, step=step), batches(),
         share=lambda tokens: tokens.chunk(accelerator.num_processes)[accelerator.process_index],
     )  # fmt: skip
 
 
 def gathered_context(fault: bool) -> LoopVerdict:
-    """Context parallelism by hand: keys and values are gathered by
-    torch.distributed.nn.functional.all_gather, gradients summed over cp. The fault is torch's: on
-    gloo its backward pass takes gradients for contiguous, and those of fused attention have the
-    strides of its operands, tokens in front of heads. No error says so, and the loss is right. The
-    fix makes them contiguous."""
-    plain = attentive()
+    """Train with hand-written context parallelism: torch.distributed.nn.functional.all_gather
+    gathers keys and values, and gradients are summed over cp.
+
+    The fault is in torch: on gloo its backward pass assumes contiguous gradients, but fused
+    attention returns gradients with the strides of its operands, tokens before heads. No error is
+    raised, and the loss is right. The fix makes the gradients contiguous."""
+    plain = build_attentive()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = over_context(plain, is_contiguous=not fault)
+    model = gather_over_context(plain, is_contiguous=not fault)
 
     def loss_of(tokens: Tensor) -> Tensor:
         inputs, targets = (each.chunk(mesh.size(), 1)[mesh.get_local_rank()] for each in
@@ -242,20 +245,21 @@ def gathered_context(fault: bool) -> LoopVerdict:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=mesh.get_group("cp"))
 
-    job = whole_batch(model, loss_of, between=add_up)
+    job = single_pass_loop(model, loss_of, between=add_up)
     terms = ptrain.Terms(mesh=mesh, loss="sum")
-    return ptrain.verify(on_one_device(plain), job, batches(), terms=terms)
+    return ptrain.verify(single_device_job(plain), job, batches(), terms=terms)
 
 
 def _experts(between: Callable[[nn.Module], None], balance: Balance | None = None) -> LoopVerdict:
-    """A rank has half of the experts and half of the samples; gradients of all else are averaged,
-    as DDP does it. `balance`: the loss of each layer's router over the ranks."""
-    plain = routed()
+    """Return a loop in which each rank has half of the experts and half of the samples, and other
+    gradients are averaged as in DDP. `balance` is the loss of each layer's router over the
+    ranks."""
+    plain = build_routed()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    model, size = over_experts(plain, mesh), mesh.size()
+    model, size = shard_experts(plain, mesh), mesh.size()
 
     def average(model: nn.Module) -> None:
-        own = {id(parameter) for parameter in of_experts(model)}
+        own = {id(parameter) for parameter in expert_parameters(model)}
         for parameter in model.parameters():
             if id(parameter) not in own:
                 dist.all_reduce(parameter.grad)
@@ -264,14 +268,16 @@ def _experts(between: Callable[[nn.Module], None], balance: Balance | None = Non
 
     def of_one(tokens: Tensor) -> Tensor:
         loss = mean_loss(plain, tokens)
-        return loss + _balanced(plain, unevenness) if balance else loss
+        return loss + _balanced(plain, balance_loss) if balance else loss
 
     def of_rank(tokens: Tensor) -> Tensor:
         loss = mean_loss(model, tokens)
         return loss + _balanced(model, balance) if balance else loss
 
     return ptrain.verify(
-        whole_batch(plain, of_one), whole_batch(model, of_rank, between=average), batches(),
+        single_pass_loop(plain, of_one),
+        single_pass_loop(model, of_rank, between=average),
+        batches(),
         share=lambda tokens: tokens.chunk(size)[mesh.get_local_rank()],
         terms=ptrain.Terms(mesh=mesh),
     )  # fmt: skip
@@ -281,44 +287,46 @@ def _balanced(model: nn.Module, balance: Balance) -> Tensor:
     return WEIGHT * sum(balance(block.shares, block.counts) for block in model.blocks)
 
 
-def _divided(model: nn.Module) -> None:
-    """Each rank's loss is the mean of its own tokens, and an expert has seen those of all ranks."""
-    for parameter in of_experts(model):
+def _divide_expert_gradients(model: nn.Module) -> None:
+    """Divide expert gradients by the number of ranks: each rank's loss is the mean over its local
+    tokens, but an expert has seen the tokens of all ranks."""
+    for parameter in expert_parameters(model):
         parameter.grad /= dist.get_world_size()
 
 
 def experts_averaged(fault: bool) -> LoopVerdict:
-    """Expert parallelism by hand, gradients averaged over the data ranks. The fault: those of
-    experts have seen the tokens of all ranks already, and are averaged over the ranks that have
-    the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The fix divides
-    them by the ranks that sent tokens."""
-    return _experts((lambda _: None) if fault else _divided)
+    """Train with hand-written expert parallelism and gradients averaged over the data ranks.
+
+    The fault: expert gradients already include the tokens of all ranks and are averaged over the
+    ranks that have the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The
+    fix divides them by the number of ranks that sent tokens."""
+    return _experts((lambda _: None) if fault else _divide_expert_gradients)
 
 
 def balance_per_rank(fault: bool) -> LoopVerdict:
-    """The same with a loss that balances the experts. The fault: each rank balances its own tokens
-    (Megatron-LM#3768, #1652). The fix counts those of all ranks; the scores are averaged as the
-    gradients are."""
+    """Train the same loop with a load-balancing loss. The fault: each rank balances its local
+    tokens (Megatron-LM#3768, #1652). The fix counts the tokens of all ranks and averages the scores
+    like the gradients."""
 
     def balance(shares: Tensor, counts: Tensor) -> Tensor:
-        return unevenness(shares, counts if fault else _of_all(counts))
+        return balance_loss(shares, counts if fault else _of_all(counts))
 
-    return _experts(_divided, balance)
+    return _experts(_divide_expert_gradients, balance)
 
 
 def counts_overwritten(fault: bool) -> LoopVerdict:
-    """The same; a rank's part of the loss counts by its own tokens, which it takes from the counts.
-    The fault: these were all-reduced in place, so that the number is that of all ranks and the
-    router's gradient of it as many times too large (Megatron-LM#7452). The fix reduces a copy."""
+    """Train the same loop with a loss weighted by the local token count. The fault: the counts were
+    all-reduced in place, so the weight is the count of all ranks and the router's gradient is too
+    large by that factor (Megatron-LM#7452). The fix reduces a copy."""
 
     def balance(shares: Tensor, counts: Tensor) -> Tensor:
         everyone = _of_all(counts)
         if fault:
             counts.copy_(everyone)
         own = counts.sum() * dist.get_world_size() / everyone.sum()
-        return unevenness(shares, everyone) * own
+        return balance_loss(shares, everyone) * own
 
-    return _experts(_divided, balance)
+    return _experts(_divide_expert_gradients, balance)
 
 
 def _of_all(counts: Tensor) -> Tensor:
@@ -327,9 +335,9 @@ def _of_all(counts: Tensor) -> Tensor:
     return everyone
 
 
-class AsLaunched:
-    """What a launcher tells accelerate through the environment, and none of its own state of
-    before."""
+class AccelerateEnvironment:
+    """A context that sets the launcher's environment variables for accelerate and resets its
+    state."""
 
     def __enter__(self) -> None:
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -366,8 +374,8 @@ STORIES: dict[str, Story] = {
 }
 
 
-def told(name: str, fault: bool) -> dict[str, Any]:
-    """On a rank of a pool: the verdict as plain data."""
+def run_story(name: str, fault: bool) -> dict[str, Any]:
+    """Run a story on this rank and return the verdict as plain data."""
     verdict = STORIES[name](fault)
     return {
         "holds": verdict.holds,

@@ -12,7 +12,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.fidelity import EXPERTS, GROUPED
-from tests.gloo.matrix import run
+from tests.gloo.matrix import run_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -67,7 +67,7 @@ def test_what_depends_on_data_lies_within_bounds_and_equals_one_device(
 ) -> None:
     if "hf" in MODELS[name]:
         pytest.importorskip("transformers")
-    result = run(ranks, spec_of(MODELS[name], column, compute="fp64"))
+    result = run_spec(ranks, spec_of(MODELS[name], column, compute="fp64"))
     assert not result.failed
     bounds = {check.name.rpartition(" rank")[0] for check in result.checks if check.lower}
     assert bounds == {"memory activations", "peak forward", "peak backward"}
@@ -80,7 +80,7 @@ def test_grouped_products_are_exact(ranks: Ranks, name: str, column: str) -> Non
     """As a spec has them that says nothing of experts."""
     pytest.importorskip("transformers")
     config = {key: value for key, value in MODELS[name]["config"].items() if key not in BY_EXPERT}
-    result = run(ranks, spec_of({"hf": name, "config": config}, column))
+    result = run_spec(ranks, spec_of({"hf": name, "config": config}, column))
     assert not result.failed
     of_experts = ("memory activations", "peak forward", "peak backward")
     checks = [check for check in result.checks if check.name.startswith(of_experts)]

@@ -20,7 +20,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.train.loop import local_batch
-from tests.gloo.matrix import run
+from tests.gloo.matrix import run_spec
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -95,7 +95,7 @@ def test_a_fused_loss_is_that_of_one_device(ranks: Ranks, place: str, model: str
 
 def against_one_device(ranks: Ranks, spec: Spec) -> None:
     """And every byte of it is predicted."""
-    result = run(ranks, spec)
+    result = run_spec(ranks, spec)
     assert not [*failing(result.checks), *failing(result.against)]
 
 

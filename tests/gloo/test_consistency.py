@@ -19,7 +19,12 @@ from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.gloo import consistency_faults as faults
 from tests.gloo import consistency_runs as runs
-from tests.gloo.consistency_runs import flipped, listen, trained, watch
+from tests.gloo.consistency_runs import (
+    flip_bit,
+    train_and_check,
+    train_and_check_collectives,
+    train_with_fault,
+)
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -58,7 +63,7 @@ def small(name: str, *more: str) -> Spec:
 @pytest.mark.parametrize("name", strategies())
 def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
     spec = small(name)
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.shared
         assert seen.steps == 3
@@ -72,7 +77,7 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
         spec = small(name, f"precision.layout={layout}")
     except PtrainError:
         pytest.skip(f"{name} is not executed in {layout}")
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
 
 
@@ -82,7 +87,7 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     within = 0.0 if load(name).spec.degree(Axis.CP) > 1 else 0.1
     gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "
     spec = small(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.draws
 
@@ -92,7 +97,7 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
 )
 def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> None:
     spec = small(name)
-    for seen in ranks.run(spec.world_size, listen, spec, 2):
+    for seen in ranks.run(spec.world_size, train_and_check_collectives, spec, 2):
         assert not seen.mismatches
         assert seen.shared
 
@@ -107,7 +112,9 @@ def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> 
 def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
     ranks: Ranks, subject: Subject, name: str, bit: int
 ) -> None:
-    for seen in ranks.run(4, watch, spec_of("ddp", *REPLICAS), 3, flipped(subject, name, bit, 2)):
+    for seen in ranks.run(
+        4, train_and_check, spec_of("ddp", *REPLICAS), 3, flip_bit(subject, name, bit, 2)
+    ):
         (mismatch,) = seen.mismatches
         assert (mismatch.subject, mismatch.name, mismatch.rank) == (subject, name, 2)
         assert (mismatch.step, mismatch.moment) == (2, Moment.UPDATE)
@@ -132,8 +139,8 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
     ranks: Ranks, name: str, more: tuple[str, ...], tensor: str, axis: str
 ) -> None:
     spec = small(name, *more)
-    fault = flipped(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
-    for seen in ranks.run(spec.world_size, watch, spec, 3, fault):
+    fault = flip_bit(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3, fault):
         assert len({mismatch.rank for mismatch in seen.mismatches}) == 2  # which, two cannot say
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.place) == (axis, tensor)
@@ -142,18 +149,18 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
 @pytest.mark.parametrize(
     ("fault", "subject", "factor", "more"),
     [
-        (faults.another_rate, Subject.LEARNING_RATE, "0.006 for 0.003", ()),
-        (faults.a_step_behind, Subject.COUNTER, "1 for 2", ()),
-        (faults.another_dtype, Subject.PARAMETERS, "bfloat16 for float32", ()),
-        (faults.an_own_buffer, Subject.BUFFERS, DIFFERS, ()),
-        (faults.own_gradients, Subject.GRADIENTS, DIFFERS, ()),
+        (faults.change_learning_rate, Subject.LEARNING_RATE, "0.006 for 0.003", ()),
+        (faults.decrement_step_counter, Subject.COUNTER, "1 for 2", ()),
+        (faults.cast_parameter, Subject.PARAMETERS, "bfloat16 for float32", ()),
+        (faults.change_buffer, Subject.BUFFERS, DIFFERS, ()),
+        (faults.scale_summed_gradients, Subject.GRADIENTS, DIFFERS, ()),
         (
-            faults.a_stale_copy,
+            faults.leave_stale_copy,
             Subject.PARAMETERS,
             "differs from the bfloat16 cast of its float32 master copy",
             ("precision.layout=zero16",),
         ),
-        (faults.one_seed, Subject.RANDOM, SHARED, (GPT,)),
+        (faults.reset_seed, Subject.RANDOM, SHARED, (GPT,)),
     ],
 )
 def test_what_departs_is_named_by_state_and_factor(
@@ -161,7 +168,7 @@ def test_what_departs_is_named_by_state_and_factor(
 ) -> None:
     constant = "optimizer.schedule={warmup: 0}"
     spec = spec_of("ddp", *REPLICAS, constant, *more)
-    for seen in ranks.run(4, watch, spec, 3, fault):
+    for seen in ranks.run(4, train_and_check, spec, 3, fault):
         assert seen.root_cause is not None
         assert (seen.root_cause.state, seen.root_cause.factor) == (subject, factor)
         assert seen.root_cause.step == faults.STEP
@@ -173,10 +180,10 @@ PER_TENSOR = ("overlap=none", "bucket=per-tensor")
 @pytest.mark.parametrize(
     ("fault", "told", "way"),
     [
-        (runs.to_maximum, "MAX for SUM", DifferenceKind.VALUE),
-        (runs.to_integers, "int32 for float32", DifferenceKind.DTYPE),
+        (runs.reduce_by_maximum, "MAX for SUM", DifferenceKind.VALUE),
+        (runs.reduce_as_integers, "int32 for float32", DifferenceKind.DTYPE),
         (
-            runs.out_of_order,
+            runs.reorder_buckets,
             "gradients embed.weight for gradients head.weight",
             DifferenceKind.VALUE,
         ),
@@ -186,7 +193,7 @@ def test_a_call_that_differs_on_one_rank_is_named(
     ranks: Ranks, fault: runs.Fault, told: str, way: DifferenceKind
 ) -> None:
     spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
-    for seen in ranks.run(4, listen, spec, 3, fault):
+    for seen in ranks.run(4, train_and_check_collectives, spec, 3, fault):
         first = seen.mismatches[0]
         assert (first.subject, first.rank, first.step) == (Subject.COLLECTIVE, 1, 2)
         assert (first.told, first.way) == (told, way)
@@ -195,7 +202,7 @@ def test_a_call_that_differs_on_one_rank_is_named(
 
 
 def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
-    for seen in ranks.run(4, listen, small("tp-dp"), 3, runs.left_out):
+    for seen in ranks.run(4, train_and_check_collectives, small("tp-dp"), 3, runs.skip_first_sum):
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.factor) == ("dp_replicate", "is not called")
         assert seen.root_cause.ranks == (1, 3)
@@ -205,10 +212,10 @@ def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
 def test_training_stops_before_what_the_ranks_disagree_on_is_saved(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    fault = flipped(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
+    fault = flip_bit(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
     every = ("train.steps=9", "checkpoint.every=2", "consistency_every=7", "eval.every=0")
     folder = tmp_path / "run"
-    told = ranks.run(4, trained, (*REPLICAS, *every), folder, fault)
+    told = ranks.run(4, train_with_fault, (*REPLICAS, *every), folder, fault)
     assert {code for code, _ in told} == {4}
     (words,) = {words for _, words in told}
     assert "step 4: values that must be identical on the ranks differ" in words

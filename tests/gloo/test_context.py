@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -68,7 +68,7 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
 def test_slices_alone_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, degree: int
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, degree=degree))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_slices_alone_are_exact_and_equal_one_device(
 def test_fewer_heads_of_keys_than_ranks_are_repeated(
     ranks: Ranks, attention: Any, kv_heads: int, degree: int
 ) -> None:
-    spec = spec_of(attention, degree=degree, shape={"kv_heads": kv_heads})
+    spec = context_spec(attention, degree=degree, shape={"kv_heads": kv_heads})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -89,7 +89,7 @@ def test_fewer_heads_of_keys_than_ranks_are_repeated(
 def test_however_many_micro_batches(
     ranks: Ranks, attention: str, model: str, accumulate: int
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, accumulate=accumulate))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, accumulate=accumulate))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_however_many_micro_batches(
     some([*product(ATTENTIONS, MODELS, STATES)], {("zigzag", "gqa", SHARDED)}),
 )
 def test_states_cut_over_cp(ranks: Ranks, attention: str, model: str, states: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, states=states))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_states_cut_over_cp(ranks: Ranks, attention: str, model: str, states: st
 def test_with_data_ranks(
     ranks: Ranks, attention: str, model: str, states: str, data: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states, other=data))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, states=states, other=data))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_with_data_ranks(
 def test_with_operators_cut(
     ranks: Ranks, attention: str, model: str, operators: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, other=operators))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, other=operators))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_with_operators_cut(
     some([*product(ATTENTIONS, MODELS, SCHEDULES)], {("zigzag", "gqa", "1f1b")}),
 )
 def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) -> None:
-    spec = spec_of(
+    spec = context_spec(
         attention,
         model,
         other=STAGES,
@@ -149,7 +149,7 @@ def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) ->
 def test_with_activations_kept_otherwise(
     ranks: Ranks, attention: str, model: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, **kept))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, **kept))
 
 
 @pytest.mark.nightly
@@ -159,13 +159,13 @@ def test_with_activations_kept_otherwise(
 def test_with_two_other_axes(
     ranks: Ranks, attention: str, model: str, states: str, others: dict[str, str]
 ) -> None:
-    spec = spec_of(attention, model, states=states, other=others, accumulate=2)
+    spec = context_spec(attention, model, states=states, other=others, accumulate=2)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 def test_gradients_of_gathered_keys_are_exchanged_where_the_spec_says_so(ranks: Ranks) -> None:
-    assert not MATRIX.differences(ranks, spec_of("all-gather", reduce_scatter="all_to_all"))
+    assert not MATRIX.differences(ranks, context_spec("all-gather", reduce_scatter="all_to_all"))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_gradients_of_gathered_keys_are_exchanged_where_the_spec_says_so(ranks: 
     some([*product(ATTENTIONS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, precision={"layout": layout}))
+    assert not MATRIX.differences(ranks, context_spec(attention, precision={"layout": layout}))
 
 
 @pytest.mark.nightly
@@ -184,5 +184,5 @@ def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: st
 def test_all_tokens_of_some_heads_take_whatever_one_device_takes(
     ranks: Ranks, shape: dict[str, Any], attention: str
 ) -> None:
-    spec = spec_of("ulysses", "llama", shape=shape, attention=attention)
+    spec = context_spec("ulysses", "llama", shape=shape, attention=attention)
     assert not MATRIX.differences(ranks, spec)

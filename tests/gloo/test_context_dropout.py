@@ -15,9 +15,9 @@ from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
-from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX, STEPS
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_context import DATA, IN_SLICES, KEPT, MODELS, SHARDED, STAGES, STATES, some
 from tests.gloo.test_exact import failing
 from tests.gloo.test_own_context import GPT2
@@ -44,7 +44,7 @@ OPT: dict[str, Any] = {
 
 
 def dropping(attention: str, model: str = "gqa", **sections: Any) -> Spec:
-    return spec_of(attention, model, shape=OUTSIDE, **sections)
+    return context_spec(attention, model, shape=OUTSIDE, **sections)
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -63,14 +63,16 @@ def own_dropping(attention: str, model: str, **sections: Any) -> Spec:
         pytest.importorskip("transformers")
     count = 2 * sections.get("accumulate", 1)
     batch = {"global": count, "micro": 2, "sequence": 16}
-    return spec_of(attention, f"own-{model}", own=OWN[model], batch=batch, **sections)
+    return context_spec(attention, f"own-{model}", own=OWN[model], batch=batch, **sections)
 
 
 def with_whole_samples(ranks: Ranks, spec: Spec) -> Trajectory:
     """What the spec's other axes compute without cp: each draws as it does."""
     others = tuple(factor for factor in spec.factors if factor.axis is not Axis.CP)
     alone = replace(spec, factors=others, context=None)
-    trajectory: Trajectory | None = ranks.run(alone.world_size, train, alone, STEPS)[0].trajectory
+    trajectory: Trajectory | None = ranks.run(alone.world_size, train_on_rank, alone, STEPS)[
+        0
+    ].trajectory
     assert trajectory is not None
     return trajectory
 
@@ -185,5 +187,5 @@ def test_in_slices_over_tp_each_token_has_a_mask_of_its_own(
 def test_in_slices_over_tp_bytes_are_exact(ranks: Ranks, attention: str) -> None:
     """Beside the same run: what it computes is the test's before."""
     spec = dropping(attention, "gpt", other=IN_SLICES)
-    again = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    again = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert not MATRIX.differences(ranks, spec, again)

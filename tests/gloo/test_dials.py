@@ -24,8 +24,8 @@ from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
-from tests.gloo.rows import Setting, default
-from tests.gloo.runs import train
+from tests.gloo.rows import Setting, default_setting
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_checkpoint import load_saved, step, whole
 from tests.gloo.test_rows import lines_of, result_of
 from tests.ranks import Ranks
@@ -49,7 +49,7 @@ class Dial:
 
     def settings(self) -> list[Setting]:
         """In fp64, and in its own dtypes where a layout mixes them; at night in both."""
-        in_fp64 = default(self.row).with_dials(**self.turned, fp64=True)
+        in_fp64 = default_setting(self.row).with_dials(**self.turned, fp64=True)
         is_plain = in_fp64.values["layout"] == "fp32"
         is_once = self.is_default and is_plain
         return [in_fp64] if is_once else [in_fp64, in_fp64.with_dials(fp64=False)]
@@ -101,8 +101,8 @@ def test_calls_bytes_and_peaks_are_predicted_and_what_is_computed_is_that_of_one
 
 
 def test_units_kept_by_smaller_groups_are_gathered_over_these_in_backward(ranks: Ranks) -> None:
-    spec = default("zero3").with_dials(size=4, reshard=2).spec()
-    outcome = Outcome(spec, ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP))
+    spec = default_setting("zero3").with_dials(size=4, reshard=2).spec()
+    outcome = Outcome(spec, ranks.run(4, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP))
     forward, backward = (
         next(
             row
@@ -127,7 +127,7 @@ def _parameters_and_owners(spec: Spec) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_tensor_has_the_owner_that_the_prediction_gives_it(ranks: Ranks, size: int) -> None:
-    spec = default("ddp-zero-redundancy").with_dials(size=size).spec()
+    spec = default_setting("ddp-zero-redundancy").with_dials(size=size).spec()
     numels, owners = ranks.run(size, _parameters_and_owners, spec)[0]
     assert numels == [tensor.numel for tensor in facts_of(spec).tensors]
     assert assign_owners(numels, size) == owners
@@ -161,9 +161,13 @@ PAIRS = (
 def test_a_run_goes_on_under_another_placement(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, turned: Mapping[str, Any]
 ) -> None:
-    first = default(saved).with_dials(fp64=True, accumulate=2, **turned).spec()
+    first = default_setting(saved).with_dials(fp64=True, accumulate=2, **turned).spec()
     size = 4 if loaded != saved else 2
-    then = default(loaded).with_dials(fp64=True, accumulate=4 // size, size=size, **turned).spec()
+    then = (
+        default_setting(loaded)
+        .with_dials(fp64=True, accumulate=4 // size, size=size, **turned)
+        .spec()
+    )
     before = ranks.run(2, _state_after, first, str(tmp_path))[0]
     after, later = ranks.run(size, _state_of, then, str(tmp_path))[0]
     assert set(before) == set(after)
@@ -185,5 +189,5 @@ def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
 
 
 def test_an_evaluation_leaves_nothing_of_a_smaller_group(ranks: Ranks) -> None:
-    spec = default("zero3").with_dials(size=4, reshard=2).spec()
+    spec = default_setting("zero3").with_dials(size=4, reshard=2).spec()
     assert ranks.run(4, _bytes_after_evaluation, spec)[0][State.TRANSIENT] == 0

@@ -28,7 +28,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def continue_run(ranks: Ranks, earlier: Path, run: str, *words: str) -> dict[int, float]:
     """Continue an earlier run for two steps in a new folder, and return the losses by step."""
     given = (str(earlier / run / "spec.resolved.yaml"), "--resume", str(earlier / run), *words)
-    for end in sessions.train(ranks, 2, *given, "train.steps=5", folder=earlier / "new"):
+    for end in sessions.train_on_ranks(ranks, 2, *given, "train.steps=5", folder=earlier / "new"):
         assert end.code == 0, end.error
     return jobs.losses(earlier / "new")
 

@@ -7,10 +7,10 @@ import pytest
 from ptrain.report.record import Check
 from tests.covering import covering
 from tests.gloo.band import loss_band
-from tests.gloo.cases import Case, named, parameters
+from tests.gloo.cases import Case, parameters, strategy_case
 from tests.gloo.faults import Fault
 from tests.gloo.outcomes import STEPS, Runs
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances, compare, one_device
 
@@ -32,10 +32,10 @@ def test_in_fp64_losses_norms_and_parameters_are_those_of_one_device(
 
 @pytest.mark.parametrize("layout", ["fp32", "zero16"])
 def test_one_rank_needs_no_group_and_equals_one_device(ranks: Ranks, layout: str) -> None:
-    case = named("zero3", 1, layout=layout, accumulate=4, fp64=True)
+    case = strategy_case("zero3", 1, layout=layout, accumulate=4, fp64=True)
     spec = case.spec()
     assert not spec.factors
-    run = ranks.run(1, train, spec, STEPS)[0].trajectory
+    run = ranks.run(1, train_on_rank, spec, STEPS)[0].trajectory
     assert not failing(compare(one_device(spec, STEPS), run, FP64))
 
 
@@ -50,7 +50,7 @@ def test_in_true_dtypes_losses_stay_within_the_band_of_their_rounding(
 
 
 def test_the_band_of_zero16_is_narrower_than_what_training_does_to_the_loss(runs: Runs) -> None:
-    case = named("zero3", 2, layout="zero16", accumulate=4)
+    case = strategy_case("zero3", 2, layout="zero16", accumulate=4)
     reference = runs.reference(case)
     fall = 1 - min(reference.losses) / reference.losses[0]
     assert max(loss_band(case.spec(), reference)) < fall / 10
@@ -61,15 +61,15 @@ FAULTS = [fault for fault in Fault if fault is not Fault.ZERO_GRADIENTS]
 
 @covering("strategy,fault", ["ddp", "zero1", "zero3"], FAULTS)
 def test_a_fault_is_noticed(ranks: Ranks, runs: Runs, strategy: str, fault: Fault) -> None:
-    case = named(strategy, 2, accumulate=1, fp64=True)
-    run = ranks.run(2, train, case.spec(), STEPS, None, fault)[0].trajectory
+    case = strategy_case(strategy, 2, accumulate=1, fp64=True)
+    run = ranks.run(2, train_on_rank, case.spec(), STEPS, None, fault)[0].trajectory
     failed = failing(compare(runs.reference(case), run, FP64))
     assert any(line.startswith("losses: differs") for line in failed), failed
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_dead_runs_that_agree_hold_nothing(ranks: Ranks, strategy: str) -> None:
-    case = named(strategy, 2, accumulate=1, fp64=True)
-    dead = ranks.run(2, train, case.spec(), STEPS, None, Fault.ZERO_GRADIENTS)[0].trajectory
+    case = strategy_case(strategy, 2, accumulate=1, fp64=True)
+    dead = ranks.run(2, train_on_rank, case.spec(), STEPS, None, Fault.ZERO_GRADIENTS)[0].trajectory
     failed = failing(compare(dead, dead, FP64))
     assert any("gradient is zero" in line for line in failed), failed

@@ -14,9 +14,9 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare_estimates, verdict_word
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters
+from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, parameters, strategy_case
 from tests.gloo.outcomes import MEASURED_STEP, Outcome, Runs
-from tests.gloo.runs import Report, train
+from tests.gloo.runs import Report, train_on_rank
 from tests.ranks import Ranks
 from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
@@ -108,8 +108,8 @@ def test_the_measurement_of_one_strategy_fails_the_prediction_of_another(
     runs: Runs, claimed: str, executed: str
 ) -> None:
     settings = _settings(executed)
-    predicted = named(claimed, 4, **settings).spec()
-    measured = runs.of(named(executed, 4, **settings)).measured
+    predicted = strategy_case(claimed, 4, **settings).spec()
+    measured = runs.of(strategy_case(executed, 4, **settings)).measured
     assert (
         verdict_word(compare_estimates(derive(predicted, facts_of(predicted)).exact, measured))
         == "fails"
@@ -129,7 +129,7 @@ def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
     """The program says `spec` and executes the plan of `other`."""
     lower = look.lower
     look.lower = lambda _, *model: lower(other, *model)  # type: ignore[assignment]
-    report = train(spec, steps, MEASURED_STEP)
+    report = train_on_rank(spec, steps, MEASURED_STEP)
     look.lower = lower
     return report
 
@@ -138,7 +138,7 @@ def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
 def test_a_program_that_executes_another_plan_than_predicted_fails(
     ranks: Ranks, executed: str
 ) -> None:
-    spec, other = named("zero3", 2).spec(), named(executed, 2).spec()
+    spec, other = strategy_case("zero3", 2).spec(), strategy_case(executed, 2).spec()
     reports = ranks.run(2, _train_another_plan, spec, other, MEASURED_STEP + 1)
     measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)

@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.examine import TOLERANCE, examine
 from ptrain.verification.jobs.job import LoopVerdict
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -46,7 +46,7 @@ def examined(spec: Spec, steps: int) -> LoopVerdict:
 @pytest.mark.parametrize("activations", ["S", pytest.param("R", marks=pytest.mark.nightly)])
 def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activations: str) -> None:
     """Over tp they are summed behind the layer, and so are the gradients of what weighs them."""
-    spec = spec_of("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
+    spec = expert_spec("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
     for examination in ranks.run(spec.world_size, examined, spec, 1):
         assert not examination.mismatches
 
@@ -58,7 +58,7 @@ def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
     """An expert's places are then of a rank's own tokens, as many as on one device, and a router's
     loss is a share."""
     states = {"cp": f"S*,S,S,{activations}"}
-    spec = spec_of("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
+    spec = expert_spec("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
     for examination in ranks.run(spec.world_size, examined, spec, 1):
         assert not examination.mismatches
 
@@ -66,7 +66,7 @@ def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
 def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks) -> None:
     """Every token goes to all experts, so that a rank's get as many rows as it sends."""
     shape = {"experts": 2, "experts_per_token": 2}
-    spec = spec_of("top-2", {"ep": "R,R,R,R"}, shape=shape)
+    spec = expert_spec("top-2", {"ep": "R,R,R,R"}, shape=shape)
     for examination in ranks.run(spec.world_size, examined, spec, 1):
         assert not examination.mismatches
 

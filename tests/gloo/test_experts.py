@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.expert_cases import MODELS, spec_of
+from tests.gloo.expert_cases import MODELS, expert_spec
 from tests.gloo.expert_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -49,14 +49,14 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
     some([*product(MODELS, DATA)], (("balanced", DATA[3]), ("capacity", DATA[1]))),
 )
 def test_with_data_ranks(ranks: Ranks, model: str, data: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, data))
+    assert not MATRIX.differences(ranks, expert_spec(model, data))
 
 
 @pytest.mark.parametrize(
     ("model", "schedule"), some([*product(MODELS, SCHEDULES)], (("deep", "1f1b"),))
 )
 def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
-    spec = spec_of(model, STAGES, accumulate=4, pipeline={"schedule": schedule})
+    spec = expert_spec(model, STAGES, accumulate=4, pipeline={"schedule": schedule})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -65,7 +65,7 @@ def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
     some([*product(MODELS, ("R", "S", "S*"))], (("latent", "S"), ("balanced", "R"))),
 )
 def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"tp": f"S,S,S,{activations}"}))
+    assert not MATRIX.differences(ranks, expert_spec(model, {"tp": f"S,S,S,{activations}"}))
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,16 @@ def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
 def test_with_slices_of_the_tokens(ranks: Ranks, model: str, attention: str) -> None:
     activations = "S*" if attention == "all-gather" else "S"
     states = {"cp": f"S*,S,S,{activations}"}
-    assert not MATRIX.differences(ranks, spec_of(model, states, context={"attention": attention}))
+    assert not MATRIX.differences(
+        ranks, expert_spec(model, states, context={"attention": attention})
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[str, Any]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, **kept))
+    assert not MATRIX.differences(ranks, expert_spec(model, **kept))
 
 
 @pytest.mark.nightly
@@ -92,7 +94,7 @@ def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[st
     ids=str,
 )
 def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, placement))
+    assert not MATRIX.differences(ranks, expert_spec(model, placement))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> Non
     some([*product(MODELS, ("fp32", "bf16", "zero16"))], (("top-1", "bf16"),)),
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, model: str, layout: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, precision={"layout": layout}))
+    assert not MATRIX.differences(ranks, expert_spec(model, precision={"layout": layout}))
 
 
 # Fewer experts than ranks: sharded on a later dimension, which dominates the peaks at these widths.
@@ -131,4 +133,4 @@ FEW_CASES: tuple[tuple[dict[str, Any], dict[str, str], dict[str, Any]], ...] = (
 def test_fewer_experts_than_ranks(
     ranks: Ranks, shape: dict[str, Any], placement: dict[str, str], more: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("top-1", placement, shape=shape, **more))
+    assert not MATRIX.differences(ranks, expert_spec("top-1", placement, shape=shape, **more))

@@ -20,7 +20,7 @@ from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from ptrain.units import leaves
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.gloo.expert_rank_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -84,7 +84,7 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
     some([*product(APART, REST)], (("latent", "zero3"),)),
 )
 def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}))
+    assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}))
 
 
 def products() -> Iterator[tuple[str, str, dict[str, str]]]:
@@ -105,7 +105,7 @@ OTHERS = [case for case in product(APART, REST, BESIDE) if case not in PRODUCTS]
 )
 def test_on_two_axes(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
     accumulate = 4 if "pp" in beside else 2
-    spec = spec_of(model, beside | {"ep": REST[rest]}, accumulate=accumulate)
+    spec = expert_spec(model, beside | {"ep": REST[rest]}, accumulate=accumulate)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -129,7 +129,7 @@ def test_on_eight_ranks(ranks: Ranks, model: str, rest: str, beside: dict[str, s
 @pytest.mark.parametrize("rest", ["ddp", "zero3"])
 @pytest.mark.parametrize("model", ["top-1", "top-2", "capacity-top-1", "balanced"])
 def test_on_four_ranks(ranks: Ranks, model: str, rest: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}, degrees={"ep": 4}))
+    assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}, degrees={"ep": 4}))
 
 
 @pytest.mark.nightly
@@ -137,7 +137,7 @@ def test_on_four_ranks(ranks: Ranks, model: str, rest: str) -> None:
 @pytest.mark.parametrize("model", ["deep", "capacity-top-1"])
 def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
     placement = {"pp": "S,S,S,R", "ep": REST["zero2"]}
-    spec = spec_of(model, placement, accumulate=4, pipeline={"schedule": schedule})
+    spec = expert_spec(model, placement, accumulate=4, pipeline={"schedule": schedule})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -154,7 +154,7 @@ def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
 def test_with_activations_kept_otherwise(
     ranks: Ranks, model: str, rest: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}, **kept))
+    assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}, **kept))
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_with_activations_kept_otherwise(
 def test_with_shared_experts_while_rows_travel(
     ranks: Ranks, model: str, more: dict[str, Any], beside: dict[str, str]
 ) -> None:
-    spec = spec_of(model, beside | {"ep": REST["zero3"]}, accumulate=4, **OVERLAP, **more)
+    spec = expert_spec(model, beside | {"ep": REST["zero3"]}, accumulate=4, **OVERLAP, **more)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("states", TIERED)
 def test_with_states_of_the_rest_elsewhere(ranks: Ranks, states: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of("top-2", {"ep": states}))
+    assert not MATRIX.differences(ranks, expert_spec("top-2", {"ep": states}))
 
 
 @pytest.mark.nightly
@@ -188,7 +188,7 @@ def test_with_states_of_the_rest_elsewhere(ranks: Ranks, states: str) -> None:
 @pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
 def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:
     states = "M,S,S,R" if layout == "fsdp-mixed" else REST["zero3"]
-    spec = spec_of(model, {"ep": states}, precision={"layout": layout})
+    spec = expert_spec(model, {"ep": states}, precision={"layout": layout})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -196,14 +196,16 @@ def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:
 def test_masters_of_what_is_made_of_them(ranks: Ranks) -> None:
     placement = {"dp_shard": "M,S,S,R", "ep": "M,S,S,R"}
     precision = {"layout": "fsdp-mixed", "compute": "fp64"}
-    assert not MATRIX.differences(ranks, spec_of("top-2", placement, precision=precision))
+    assert not MATRIX.differences(ranks, expert_spec("top-2", placement, precision=precision))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("experts", [2, 6])
 def test_experts_that_shards_do_not_divide(ranks: Ranks, experts: int) -> None:
     placement = {"dp_shard": "zero3", "ep": REST["zero3"]}
-    assert not MATRIX.differences(ranks, spec_of("top-2", placement, shape={"experts": experts}))
+    assert not MATRIX.differences(
+        ranks, expert_spec("top-2", placement, shape={"experts": experts})
+    )
 
 
 def trained(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -281,7 +283,9 @@ def check_checkpoint(
     shape: dict[str, Any] | None = None,
 ) -> None:
     batch = {"global": 8, "micro": 1, "sequence": 16}
-    first, then = (spec_of(model, states, shape=shape, batch=batch) for states in (saved, resumed))
+    first, then = (
+        expert_spec(model, states, shape=shape, batch=batch) for states in (saved, resumed)
+    )
     before = ranks.run(first.world_size, trained, first, str(tmp_path))[0]
     after = ranks.run(then.world_size, loaded, then, str(tmp_path))[0]
     assert before[0].keys() == after[0].keys()

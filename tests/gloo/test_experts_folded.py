@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ptrain.spec.spec import Spec
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.gloo.expert_rank_runs import MATRIX
 from tests.gloo.test_experts_apart import KEPT, REST, loaded, some, trained
 from tests.ranks import Ranks
@@ -41,7 +41,7 @@ BESIDE: tuple[dict[str, str], ...] = (
 def folded(model: str, rest: str, tp: str, beside: Mapping[str, str] = {}, **more: Any) -> Spec:
     shape = {**MODELS[model], **more.pop("shape", {})}
     placement = {**beside, "ep": REST[rest], "tp": tp}
-    return spec_of(model, placement, shape=shape, tensor={"experts": "folded"}, **more)
+    return expert_spec(model, placement, shape=shape, tensor={"experts": "folded"}, **more)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_bitwise_the_same_on_ranks_with_other_experts(
     batch = {"global": 8, "micro": 1, "sequence": 16}
     first = folded("deep", "zero3", tp, batch=batch)
     placement = {"dp_shard": "zero3", "ep": REST["zero2"]}
-    then = spec_of("deep", placement, shape=EIGHT, batch=batch)
+    then = expert_spec("deep", placement, shape=EIGHT, batch=batch)
     for number, (saved, resumed) in enumerate(((first, then), (then, first))):
         folder = tmp_path / str(number)
         before = ranks.run(saved.world_size, trained, saved, str(folder))[0]

@@ -14,8 +14,8 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.expert_rank_runs import MATRIX
-from tests.gloo.matrix import run
-from tests.gloo.tensor_cases import training
+from tests.gloo.matrix import run_spec
+from tests.gloo.tensor_cases import training_keys
 from tests.gloo.test_experts_apart import REST
 from tests.ranks import Ranks
 
@@ -68,7 +68,7 @@ def spec_of(model: str, placement: dict[str, str], **sections: Any) -> Spec:
         "model": MODELS[model],
         "mesh": dict.fromkeys(placement, 2),
         "placement": placement,
-        **training(samples),
+        **training_keys(samples),
     }
     if "hf" in MODELS[model]:
         pytest.importorskip("transformers")
@@ -100,7 +100,7 @@ def test_on_ranks(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -
 def test_in_stages_and_on_slices_of_tokens(
     ranks: Ranks, model: str, beside: dict[str, str]
 ) -> None:
-    assert not run(ranks, spec_of(model, beside | {"ep": REST["zero2"]})).failed
+    assert not run_spec(ranks, spec_of(model, beside | {"ep": REST["zero2"]})).failed
 
 
 @pytest.mark.nightly
@@ -119,6 +119,6 @@ def test_what_experts_select_by_themselves_is_unknown_and_all_else_as_predicted(
     exact = derive(spec, facts_of(spec)).exact
     assert {"activations", "peak"} <= set(exact.undefined)
     assert "the rows of other ranks have no known bound" in exact.undefined["peak"]
-    result = run(ranks, spec)
+    result = run_spec(ranks, spec)
     assert not result.failed
     assert any(check.name.startswith("traffic ep all_to_all") for check in result.checks)

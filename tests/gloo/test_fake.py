@@ -14,7 +14,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.runtime.world import fake_world
 from ptrain.spec.spec import Spec
-from tests.gloo.cases import named
+from tests.gloo.cases import strategy_case
 from tests.ranks import Ranks
 
 STEADY = 2
@@ -55,7 +55,7 @@ def _run(spec: Spec, rank: int) -> Estimate:
 def test_zero3_on_fake_ranks_and_fake_tensors_does_what_was_predicted(
     ranks: Ranks, layout: str, rank: int
 ) -> None:
-    spec = named("zero3", 4, layout=layout, accumulate=2).spec()
+    spec = strategy_case("zero3", 4, layout=layout, accumulate=2).spec()
     found = ranks.run(1, _run, spec, rank)[0]
     exact = derive(spec).exact
     assert set(found.traffic) == set(exact.traffic)

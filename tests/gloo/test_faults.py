@@ -107,7 +107,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(
     (run,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
     assert not (run / ".lock").exists()
     whole = tmp_path / "whole"
-    assert [end.code for end in sessions.train(ranks, 2, *SAVING, folder=whole)] == [0, 0]
+    assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SAVING, folder=whole)] == [0, 0]
     assert jobs.losses(run) == jobs.losses(whole)
 
 

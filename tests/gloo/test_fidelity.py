@@ -28,7 +28,7 @@ def test_a_foreign_model_is_exact_and_equals_one_device_or_is_refused(
 ) -> None:
     if "hf" in MODELS[model]["model"]:
         pytest.importorskip("transformers")
-    cell = MATRIX.cell(ranks, model, column)
+    cell = MATRIX.run(ranks, model, column)
     assert not cell.failed
     assert bool(cell.refusal) == ((model, column) in DEBTS), cell.refusal
     assert DEBTS.get((model, column), "") in " ".join(cell.refusal.split())

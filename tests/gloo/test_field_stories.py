@@ -49,7 +49,7 @@ EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIE
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.told, name, True)
+    told = ranks.run(2, stories.run_story, name, True)
     assert all(verdict == told[0] for verdict in told)
     root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[name]
@@ -63,7 +63,7 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.told, name, False)
+    told = ranks.run(2, stories.run_story, name, False)
     assert all(verdict["holds"] for verdict in told), told[0]["text"]
 
 

@@ -82,7 +82,7 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
 ) -> None:
     words = (*job(name, size, tokens), *model(where))
     poison(tokens, words, RANK)
-    ends = sessions.train(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
     assert {end.code for end in ends} == {4}, ends[0].error
     for end in ends:
         assert f"step {STEP + 1}: the loss is " in end.error
@@ -103,7 +103,7 @@ def test_where_backward_updates_the_rank_of_the_loss_is_named(
     words = (*job("zero1", 2, tokens), *model("loss"), *WHOLE, "optimizer.clip=null")
     poison(tokens, words, RANK)
     words = (*words, "placement.dp_shard=R,S,M,R")
-    ends = sessions.train(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
     assert {end.code for end in ends} == {4}, ends[0].error
     found = f"step {STEP + 1}: the loss is nan\n  the loss is not finite on rank {RANK}\n"
     assert all(found in end.error for end in ends)
@@ -113,7 +113,7 @@ PLANTED = "blocks.1.attention.value"
 SHAPE = "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}"
 
 
-def planted(words: tuple[str, ...], first: int, most: int) -> sessions.Ended:
+def planted(words: tuple[str, ...], first: int, most: int) -> sessions.RankResult:
     """Train on this rank. On rank 1 PLANTED returns nan from call `first` on (from 1), and on all
     ranks it raises after `most` calls."""
 
@@ -137,7 +137,7 @@ def planted(words: tuple[str, ...], first: int, most: int) -> sessions.Ended:
 
     with MonkeyPatch.context() as patch:
         patch.setattr(session, "interpret", changed)
-        return sessions.of_no_launcher(words)
+        return sessions.train_without_launcher(words)
 
 
 def test_a_rank_that_only_received_the_value_is_not_named(

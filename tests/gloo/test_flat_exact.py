@@ -16,8 +16,8 @@ from ptrain.steps.step import LONG_NORM
 from ptrain.steps.wraps import FlatUnits
 from ptrain.traces.facts import facts_of
 from ptrain.train.probe import FIRST_STEADY
-from tests.gloo.rows import ROWS, Setting, default, pairwise
-from tests.gloo.runs import train
+from tests.gloo.rows import ROWS, Setting, default_setting, pairwise_settings
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -28,12 +28,12 @@ SCALARS = 64  # bytes: the copy of a loss, the operators' scalars of a norm
 
 # One of each tier and mode, and each dial once; the others at night.
 CHOSEN = (
-    default("nvme").with_dials(accumulate=3, prefetch=1, layout="megatron18"),
-    default("zero-offload").with_dials(layout="fp16", unit="sub-block", update="device"),
-    default("muon").with_dials(layout="zero20", accumulate=3),
-    default("materialized-from-the-host").with_dials(prefetch=2, clip=None),
-    default("backward-update-sharded").with_dials(layout="fsdp-mixed"),
-    default("zero1").with_dials(
+    default_setting("nvme").with_dials(accumulate=3, prefetch=1, layout="megatron18"),
+    default_setting("zero-offload").with_dials(layout="fp16", unit="sub-block", update="device"),
+    default_setting("muon").with_dials(layout="zero20", accumulate=3),
+    default_setting("materialized-from-the-host").with_dials(prefetch=2, clip=None),
+    default_setting("backward-update-sharded").with_dials(layout="fsdp-mixed"),
+    default_setting("zero1").with_dials(
         layout="fsdp-mixed", overlap="backward", gather_after_update="next-forward"
     ),
 )
@@ -56,7 +56,7 @@ def differences(ranks: Ranks, setting: Setting) -> list[str]:
 
 def inexact(ranks: Ranks, spec: Spec) -> list[str]:
     """Rows that are not exact, and peaks that are off by more than scalars."""
-    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
+    reports = ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     exact = derive(spec, facts_of(spec)).exact
     found = failing(compare_estimates(exact, measured))
@@ -89,6 +89,6 @@ def test_a_step_of_flat_units_is_predicted_to_the_byte(ranks: Ranks, setting: Se
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("row", ROWS)
 def test_every_pair_of_layouts_and_dials_is_predicted_to_the_byte(ranks: Ranks, row: str) -> None:
-    settings = [setting for setting in pairwise(row) if is_flat(setting)]
+    settings = [setting for setting in pairwise_settings(row) if is_flat(setting)]
     found = [line for setting in settings for line in differences(ranks, setting)]
     assert not found, "\n".join(found)

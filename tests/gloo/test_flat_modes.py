@@ -17,7 +17,7 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
 from tests.gloo.cases import ODD
 from tests.gloo.rows import ROWS
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 from tests.trajectories import FP64, one_device
@@ -53,7 +53,7 @@ def spec_of(placement: Placement, size: int, *, fp64: bool = True, **changes: An
 
 
 def run(ranks: Ranks, spec: Spec) -> Trajectory:
-    trajectory = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    trajectory = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert trajectory is not None
     return trajectory
 

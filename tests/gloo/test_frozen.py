@@ -291,7 +291,7 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
 
     def trained(strategy: str, name: str, *more: str) -> dict[int, float]:
         given = (*strategy.split(), *words, *more, "log.every=1")
-        for end in sessions.train(ranks, 2, *given, folder=tmp_path / name):
+        for end in sessions.train_on_ranks(ranks, 2, *given, folder=tmp_path / name):
             assert end.code == 0, end.error
         return jobs.losses(tmp_path / name)
 
@@ -311,7 +311,7 @@ def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
     words = ["model={target: tests.models_frozen:lora}", BATCH, "train.steps=3", "eval.every=0"]
     words += ["optimizer.lr=0.1", "optimizer.schedule.warmup=0", "--allow-import"]
     words += ["checkpoint.at_end=true"]
-    for end in sessions.train(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
+    for end in sessions.train_on_ranks(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
         assert end.code == 0, end.error
     saved = SavedModel(tmp_path / "run")
     (module, _), (plain, _) = (saved.build(allow_import=True) for _ in range(2))
@@ -334,7 +334,7 @@ def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
 def test_a_model_without_adapters_is_not_exported_as_one(ranks: Ranks, tmp_path: Path) -> None:
     words = ["model.layers=1", "train.steps=1", "eval.every=0", "checkpoint.at_end=true"]
     one = ("ddp", "mesh.dp_replicate=1", *words)
-    (end,) = sessions.train(ranks, 1, *one, folder=tmp_path / "run")
+    (end,) = sessions.train_on_ranks(ranks, 1, *one, folder=tmp_path / "run")
     assert end.code == 0, end.error
     with pytest.raises(SpecError, match="Transformer has no PEFT adapters"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)

@@ -13,7 +13,7 @@ from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import spec_of
+from tests.gloo.tensor_cases import tensor_spec
 from tests.gloo.tensor_runs import MATRIX
 from tests.models_foreign import NANO_PLAN
 from tests.ranks import Ranks
@@ -35,7 +35,7 @@ def fused_spec(model: str, activations: str = "R", data: str = "") -> Spec:
         pytest.importorskip("transformers")
     placed = {"dp_shard": data} if data else None
     plan = {"tensor": {"plan": NANO_PLAN}} if model == "nano" else {}
-    return spec_of(
+    return tensor_spec(
         activations=activations, data=placed, own=MODELS[model], name=f"fused-{model}", **plan
     )
 

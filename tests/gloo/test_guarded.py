@@ -15,7 +15,7 @@ from ptrain.train.options import Options
 from ptrain.verification.trajectory import ReferenceGuard
 from tests import jobs
 from tests.gloo import guarded_faults as faults
-from tests.gloo.consistency_runs import Fault, trained
+from tests.gloo.consistency_runs import Fault, train_with_fault
 from tests.gloo.test_consistency import SMALL
 from tests.ranks import Ranks
 
@@ -33,14 +33,14 @@ def saved(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "step", "words"),
     [
-        (faults.gradients_twice, 4, "gradient differs by "),
+        (faults.double_gradients, 4, "gradient differs by "),
         (faults.parameters_drift, 5, "loss after the update differs by "),
     ],
 )
 def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_figure(
     ranks: Ranks, tmp_path: Path, fault: Fault, step: int, words: str
 ) -> None:
-    ended = ranks.run(2, trained, TWO, tmp_path / "run", fault, "ddp", ReferenceGuard)
+    ended = ranks.run(2, train_with_fault, TWO, tmp_path / "run", fault, "ddp", ReferenceGuard)
     assert {code for code, _ in ended} == {4}
     (text,) = {text for _, text in ended}
     assert text.startswith(f"step {step}: the reference, continued from the run's state, differs\n")
@@ -64,7 +64,7 @@ def test_a_sound_training_goes_on_to_its_end(
     ranks: Ranks, tmp_path: Path, spec: str, more: tuple[str, ...]
 ) -> None:
     overrides, folder = (*JOB, *more, "train.steps=7"), tmp_path / "run"  # looks at 5 and 7
-    ended = ranks.run(2, trained, overrides, folder, faults.nothing, spec, ReferenceGuard)
+    ended = ranks.run(2, train_with_fault, overrides, folder, faults.no_fault, spec, ReferenceGuard)
     assert ended == [(0, ""), (0, "")]
     log = (folder / "logs" / "rank0.log").read_text()
     assert log.count("the reference continues like the run") >= 2

@@ -41,12 +41,12 @@ def ignoring(spec: Spec) -> Spec:
 
 @pytest.mark.parametrize("variant", ["zigzag", nightly("all-gather"), nightly("ulysses")])
 def test_over_cp(ranks: Ranks, variant: str) -> None:
-    assert not MATRIX.differences(ranks, context_cases.spec_of(variant, **DATA))
+    assert not MATRIX.differences(ranks, context_cases.context_spec(variant, **DATA))
 
 
 @pytest.mark.parametrize("case", [nightly(case, id=str(case)) for case in CONTEXT])
 def test_over_cp_and_what_it_is_multiplied_with(ranks: Ranks, case: dict[str, Any]) -> None:
-    assert not MATRIX.differences(ranks, context_cases.spec_of("zigzag", **case, **DATA))
+    assert not MATRIX.differences(ranks, context_cases.context_spec("zigzag", **case, **DATA))
 
 
 @pytest.mark.nightly
@@ -54,7 +54,7 @@ def test_over_cp_and_what_it_is_multiplied_with(ranks: Ranks, case: dict[str, An
 @pytest.mark.parametrize("loss", ["cross-entropy", {"chunk": 4}])
 def test_over_data_ranks_and_tp(ranks: Ranks, data: str, loss: Any) -> None:
     placed = {"dp_shard": data}
-    spec = tensor_cases.spec_of(data=placed, activations="S", loss=loss)
+    spec = tensor_cases.tensor_spec(data=placed, activations="S", loss=loss)
     assert not MATRIX.differences(ranks, ignoring(spec))
 
 
@@ -63,14 +63,14 @@ def test_over_data_ranks_and_tp(ranks: Ranks, data: str, loss: Any) -> None:
 @pytest.mark.parametrize("loss", ["cross-entropy", {"chunk": 4}, "fused"])
 def test_over_data_ranks_alone(ranks: Ranks, data: str, loss: Any) -> None:
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
-    spec = tensor_cases.spec_of(data={axis: data}, degree=1, loss=loss)
+    spec = tensor_cases.tensor_spec(data={axis: data}, degree=1, loss=loss)
     assert not MATRIX.differences(ranks, ignoring(spec))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *map(nightly, ("gpipe", "zero-bubble", "zbv"))])
 def test_over_stages(ranks: Ranks, schedule: str) -> None:
     mesh = {"pp": 2, "dp_shard": 2}
-    spec = pipeline_cases.spec_of(schedule=schedule, mesh=mesh, data="zero2")
+    spec = pipeline_cases.pipeline_spec(schedule=schedule, mesh=mesh, data="zero2")
     assert not MATRIX.differences(ranks, ignoring(spec))
 
 
@@ -85,7 +85,7 @@ def test_over_stages(ranks: Ranks, schedule: str) -> None:
     ],
 )
 def test_samples_that_are_padded(ranks: Ranks, variant: str, model: str) -> None:
-    spec = context_cases.spec_of(variant, model, **PADDED)
+    spec = context_cases.context_spec(variant, model, **PADDED)
     assert spec.batch.padding in (1, 3)
     assert not MATRIX.differences(ranks, spec)
 
@@ -95,12 +95,12 @@ def test_samples_that_are_padded(ranks: Ranks, variant: str, model: str) -> None
 def test_padded_samples_and_what_they_are_multiplied_with(
     ranks: Ranks, case: dict[str, Any]
 ) -> None:
-    spec = context_cases.spec_of("zigzag", **case, **PADDED, **DATA)
+    spec = context_cases.context_spec("zigzag", **case, **PADDED, **DATA)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 def test_samples_that_are_padded_for_tp_alone(ranks: Ranks) -> None:
-    spec = tensor_cases.spec_of("gqa", activations="S", **PADDED)
+    spec = tensor_cases.tensor_spec("gqa", activations="S", **PADDED)
     assert spec.batch.padding == 1
     assert not MATRIX.differences(ranks, spec)

@@ -15,7 +15,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
 from tests.gloo.keep_runs import MATRIX
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -113,7 +113,7 @@ def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
 ) -> None:
     def trained(mode: str) -> Trajectory:
         spec = spec_of(place, mode, "gpt", dropout=0.1)
-        found = ranks.run(spec.world_size, train, spec, 2)[0].trajectory
+        found = ranks.run(spec.world_size, train_on_rank, spec, 2)[0].trajectory
         assert found is not None
         return found
 

@@ -25,7 +25,7 @@ from ptrain.train.finite import FiniteGuard
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
-from tests.gloo.stand_in import PlayedMilestone, PlayedQueue, behind_its_host, reads_of_steps
+from tests.gloo.stand_in import SimulatedEvent, SimulatedQueue, record_reads, simulated_device
 from tests.models_poisoned import TENSOR
 from tests.ranks import Ranks
 
@@ -96,7 +96,7 @@ def train(
         program.wrapped.reduce_gradients = faulty  # type: ignore[method-assign]
         return program
 
-    with pytest.MonkeyPatch.context() as patch, behind_its_host(is_played=is_played):
+    with pytest.MonkeyPatch.context() as patch, simulated_device(is_played=is_played):
         patch.setattr(session, "interpret", observed)
         options = Options(
             spec=words[0],
@@ -125,7 +125,7 @@ def saved(folder: Path) -> list[str]:
 
 def counted(words: tuple[str, ...], folder: str, is_played: bool) -> dict[int, list[str]]:
     options = Options(spec=words[0], overrides=words[1:], run_dir=Path(folder), quiet=True)
-    with behind_its_host(is_played=is_played), reads_of_steps() as reads:
+    with simulated_device(is_played=is_played), record_reads() as reads:
         session.train_rank(options)
     return {step: names for step, names in reads.by_step.items() if FIRST <= step < STEPS - 1}
 
@@ -165,7 +165,7 @@ def test_a_loss_scale_is_read_with_the_figures_where_the_host_waits_for_these(
 def sums_by_group() -> dict[str, int]:
     """How many collectives a look makes, by the group of its ranks."""
     program = interpret(require_runnable(load("hsdp", SMALL)), world=World.join())
-    sums = DeviceSums(program, PlayedQueue(program.world.device), Interrupts())
+    sums = DeviceSums(program, SimulatedQueue(program.world.device), Interrupts())
     groups = {name: group for group, name in process_groups.group_names().items()}
     before = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     sums.start_check(program.loss.share, None)
@@ -286,9 +286,9 @@ def test_an_exception_leaves_the_rows_of_steps_that_are_over(ranks: Ranks, tmp_p
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
-def done(queue: PlayedQueue) -> PlayedMilestone:
+def done(queue: SimulatedQueue) -> SimulatedEvent:
     """A mark that is passed at once."""
-    mark = PlayedMilestone(time.perf_counter(), queue.under_way)
+    mark = SimulatedEvent(time.perf_counter(), queue.under_way)
     mark.wait()
     return mark
 
@@ -303,9 +303,9 @@ def broken_off(folder: str) -> str:
         return look(guard, step, *others)
 
     words = ("mesh.dp_replicate=1", *SMALL, "train.steps=6")
-    with pytest.MonkeyPatch.context() as patch, behind_its_host():
+    with pytest.MonkeyPatch.context() as patch, simulated_device():
         patch.setattr(FiniteGuard, "start_check", breaking)
-        patch.setattr(PlayedQueue, "mark", done)
+        patch.setattr(SimulatedQueue, "mark", done)
         try:
             session.train_rank(
                 Options(spec="ddp", overrides=words, run_dir=Path(folder), quiet=True)

@@ -29,7 +29,7 @@ from ptrain.verification.reference import Trajectory
 from tests.gloo import matrix
 from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_checkpoint import whole
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
@@ -86,7 +86,7 @@ def layout_of(name: str) -> Mapping[str, str]:
 
 
 def run(ranks: Ranks, spec: Spec) -> Trajectory:
-    found = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    found = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert found is not None
     return found
 
@@ -313,5 +313,5 @@ def test_fsdp2_reduces_gradients_in_a_wider_dtype_than_it_keeps(
     """And every byte of it is predicted."""
     spec = spec_of({"layout": "zero16", "reduced": "fp32"}, placement, sync=sync)
     assert isinstance(lower(spec).wrap, FullyShard)
-    result = matrix.run(ranks, spec)
+    result = matrix.run_spec(ranks, spec)
     assert not [*failing(result.checks), *failing(result.against)]

@@ -17,8 +17,8 @@ from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.spec import Spec
 from tests.gloo import pipeline_cases, tensor_cases
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
-from tests.gloo.rows import ROWS, default
-from tests.gloo.runs import train
+from tests.gloo.rows import ROWS, default_setting
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failing
 from tests.gloo.test_flat_state import require_a_move
 from tests.ranks import Ranks
@@ -31,7 +31,7 @@ NAMES = tuple(name for name, row in OPTIMIZERS.items() if row.temporaries)
 
 
 def of_row(row: str, *, optimizer: Mapping[str, Any]) -> Spec:
-    mapping = default(row).with_dials(fp64=True).mapping()
+    mapping = default_setting(row).with_dials(fp64=True).mapping()
     return require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | optimizer}))
 
 
@@ -43,19 +43,19 @@ CASES: Mapping[str, Callable[..., Spec]] = {
     **{row: partial(of_row, row) for row in ROWS if row != "muon"},
     **{
         f"tp-{name}": partial(
-            of_case, partial(tensor_cases.spec_of, activations="S", data={"dp_shard": name})
+            of_case, partial(tensor_cases.tensor_spec, activations="S", data={"dp_shard": name})
         )
         for name in ("zero1", "zero3")
     },
     **{
         f"pp-{schedule}": partial(
             of_case,
-            partial(pipeline_cases.spec_of, schedule=schedule, mesh={"pp": 2, "dp_shard": 2}),
+            partial(pipeline_cases.pipeline_spec, schedule=schedule, mesh={"pp": 2, "dp_shard": 2}),
         )
         for schedule in ("interleaved", "zbv")
     },
-    "tp": partial(of_case, partial(tensor_cases.spec_of, activations="S*")),
-    "pp": partial(of_case, partial(pipeline_cases.spec_of, mesh={"pp": 2})),
+    "tp": partial(of_case, partial(tensor_cases.tensor_spec, activations="S*")),
+    "pp": partial(of_case, partial(pipeline_cases.pipeline_spec, mesh={"pp": 2})),
 }
 BY_DEFAULT = {
     ("nadam", "zero1"), ("nadam", "zero3"), ("nadam", "ddp-zero-redundancy"),
@@ -65,7 +65,7 @@ BY_DEFAULT = {
 
 def mismatches(ranks: Ranks, spec: Spec) -> list[str]:
     """What is not as predicted, peaks to the byte, and what is not as on one device."""
-    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
+    outcome = Outcome(spec, ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED_STEP))
     against = compare(one_device(spec, STEPS), outcome.trajectory, FP64)
     return [*failing(outcome.checks), *peaks_off(outcome), *failing(against)]
 
@@ -104,9 +104,9 @@ def test_what_is_not_fused_is_predicted_to_the_byte_and_equals_one_device(
 def test_in_16_bits_it_is_predicted_to_the_byte_too(
     ranks: Ranks, name: str, row: str, layout: str
 ) -> None:
-    mapping = default(row).with_dials(fp64=False, layout=layout).mapping()
+    mapping = default_setting(row).with_dials(fp64=False, layout=layout).mapping()
     spec = require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | {"name": name}}))
-    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
+    outcome = Outcome(spec, ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED_STEP))
     assert not [*failing(outcome.checks), *peaks_off(outcome)]
     losses = outcome.trajectory.losses
     assert losses[-1] < losses[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.context_cases import HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX
 from tests.gloo.test_context import DATA, OPERATORS, STATES, some
 from tests.ranks import Ranks
@@ -47,7 +47,7 @@ def own_spec(attention: Any, model: str = "llama", **sections: Any) -> Spec:
     whose = "hf" if "hf" in MODELS[model] else "own"
     if whose == "hf":
         pytest.importorskip("transformers")
-    return spec_of(attention, f"{whose}-{model}", own=MODELS[model], **sections)
+    return context_spec(attention, f"{whose}-{model}", own=MODELS[model], **sections)
 
 
 @pytest.mark.parametrize(

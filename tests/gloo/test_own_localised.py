@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ptrain
 from ptrain.codec import encode
 from tests.gloo import sequence_parallel, stories
-from tests.gloo.own_loops import squares
+from tests.gloo.own_loops import square_loss_job
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
@@ -66,14 +66,17 @@ def row_parallel(is_summed: bool) -> dict[str, Any] | None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     batches = torch.randn(2, 4, 8, dtype=torch.float64)
     terms = ptrain.Terms(mesh=mesh, steps=4)
-    verdict = ptrain.verify(squares(plain), squares(model), batches, terms=terms)
+    verdict = ptrain.verify(square_loss_job(plain), square_loss_job(model), batches, terms=terms)
     assert verdict.holds or verdict.root_cause, verdict
     return encode(verdict.root_cause)
 
 
 def sequence_parallel_without(name: str) -> dict[str, Any]:
     """Partial sums, or a rank's own gradient of its columns, are handed on as they are."""
-    unsummed = {"out_of_rows": sequence_parallel.split, "into_columns": sequence_parallel.join}
+    unsummed = {
+        "scatter_row_sums": sequence_parallel.split_sequence,
+        "gather_for_columns": sequence_parallel.gather_sequence,
+    }
     with patch.object(sequence_parallel, name, unsummed[name]):
         root_cause = stories.sequence_parallelism(fault=False).root_cause
     assert root_cause is not None
@@ -94,8 +97,8 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
 @pytest.mark.parametrize(
     ("name", "state", "place", "does"),
     [
-        ("out_of_rows", "activations", "blocks.*.down", "returns another output"),
-        ("into_columns", "gradients", "blocks.*.norm", "the gradient of that output differs"),
+        ("scatter_row_sums", "activations", "blocks.*.down", "returns another output"),
+        ("gather_for_columns", "gradients", "blocks.*.norm", "the gradient of that output differs"),
     ],
 )
 def test_the_innermost_module_is_named_whose_values_make_the_step_right(

@@ -27,16 +27,16 @@ nightly = pytest.mark.nightly
         pytest.param(2, "fsdp2", marks=nightly),
         pytest.param(2, "fsdp1", marks=nightly),
         pytest.param(2, "fsdp1_flat", marks=nightly),
-        pytest.param(2, "tp", marks=nightly),
-        pytest.param(2, "tp_sp", marks=nightly),
-        pytest.param(2, "by_hand", marks=nightly),
+        pytest.param(2, "tensor_parallel", marks=nightly),
+        pytest.param(2, "tensor_and_sequence_parallel", marks=nightly),
+        pytest.param(2, "unwrapped", marks=nightly),
         pytest.param(4, "fsdp2", marks=nightly),
         (4, "fsdp2_tp"),
         pytest.param(4, "hsdp", marks=nightly),
     ],
 )
 def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
-    told = ranks.run(size, own_loops.told, way)
+    told = ranks.run(size, own_loops.summarize_verdict, way)
     assert told[0]["holds"], told[0]["text"]
     assert all(verdict["text"] == told[0]["text"] for verdict in told)
 
@@ -44,12 +44,13 @@ def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
 @nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("size", "way"), [(2, "ddp"), (2, "fsdp2"), (2, "tp_sp"), (4, "fsdp2_tp"), (4, "hsdp")]
+    ("size", "way"),
+    [(2, "ddp"), (2, "fsdp2"), (2, "tensor_and_sequence_parallel"), (4, "fsdp2_tp"), (4, "hsdp")],
 )
 def test_a_sound_loop_holds_in_coarser_dtypes(
     ranks: Ranks, size: int, way: str, dtype: torch.dtype
 ) -> None:
-    told = ranks.run(size, own_loops.told, way, "", dtype)
+    told = ranks.run(size, own_loops.summarize_verdict, way, "", dtype)
     assert told[0]["holds"], told[0]["text"]
 
 
@@ -64,14 +65,14 @@ NAMED = {
     ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
     ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
     ("fsdp2", "last micro-batch only"): ("gradients", "", "micro-batch 0 missing", ""),
-    ("by_hand", "never zeroed"): ("gradients", "", "previous step added", ""),
+    ("unwrapped", "never zeroed"): ("gradients", "", "previous step added", ""),
     ("ddp", "not divided by K"): ("loss", "", "× 2 (micro-batches)", ""),
     ("ddp", "two updates"): ("step counter", "", "2 updates, 1 in the reference", ""),
     ("fsdp2", "head left out"): ("parameters", "", "not updated", "head.weight"),
     ("fsdp2", "other rate"): ("learning rate", "", "× 2", ""),
     ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce over all ranks", ""),
     ("ddp", "drift"): ("parameters", "ranks", "replicas differ", "embed.weight"),
-    ("by_hand", "other weights"): (
+    ("unwrapped", "other weights"): (
         "parameters", "ranks", "other weights at the start", "head.weight",
     ),
     ("ddp", "doubled sample"): ("batch", "ranks", "missing and doubled", "samples"),
@@ -93,7 +94,7 @@ BY_DEFAULT = {("fsdp2", "local clip"), ("ddp", "doubled sample")}
 )
 def test_a_fault_in_the_loop_is_named(ranks: Ranks, way: str, fault: str) -> None:
     size = 4 if way in ("fsdp2_tp", "hsdp") else 2
-    told = ranks.run(size, own_loops.told, way, fault)
+    told = ranks.run(size, own_loops.summarize_verdict, way, fault)
     assert all(verdict["text"] == told[0]["text"] for verdict in told)
     root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[way, fault]
@@ -109,7 +110,7 @@ def test_every_fault_has_a_test() -> None:
 
 @nightly
 def test_a_loop_in_another_dtype_is_told(ranks: Ranks) -> None:
-    told = ranks.run(2, own_loops.told, "ddp", "autocast", torch.float32)
+    told = ranks.run(2, own_loops.summarize_verdict, "ddp", "autocast", torch.float32)
     assert told[0]["culprit"]["factor"].startswith("bfloat16 for")
 
 
@@ -284,5 +285,5 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
     ],
 )
 def test_faults_are_named_in_bf16_too(ranks: Ranks, way: str, fault: str, factor: str) -> None:
-    told = ranks.run(2, own_loops.told, way, fault, torch.bfloat16)
+    told = ranks.run(2, own_loops.summarize_verdict, way, fault, torch.bfloat16)
     assert told[0]["culprit"]["factor"] == factor, told[0]["text"]

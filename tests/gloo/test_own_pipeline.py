@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.pipeline_cases import DATA, spec_of
+from tests.gloo.pipeline_cases import DATA, pipeline_spec
 from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -77,7 +77,7 @@ def own_spec(
     if whose == "hf":
         pytest.importorskip("transformers")
     name = f"{whose}-{model}-{schedule}"
-    return spec_of(
+    return pipeline_spec(
         schedule=schedule, mesh=mesh, data=data, own=MODELS[model], name=name, **sections
     )
 

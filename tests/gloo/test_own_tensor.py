@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import DATA, spec_of
+from tests.gloo.tensor_cases import DATA, tensor_spec
 from tests.gloo.tensor_runs import MATRIX
 from tests.models_external import PAIRS_PLAN
 from tests.ranks import Ranks
@@ -48,7 +48,7 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
     placed = {axis: data} if data else None
     name = f"{whose}-{model}"
-    return spec_of(data=placed, own=MODELS[model], name=name, **sections)
+    return tensor_spec(data=placed, own=MODELS[model], name=name, **sections)
 
 
 @pytest.mark.parametrize(

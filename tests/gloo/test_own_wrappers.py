@@ -23,14 +23,14 @@ from tests.gloo import own_loops
 from tests.gloo.own_loops import (
     Net,
     batches,
-    built,
+    build_model,
     fsdp1,
     fsdp2,
+    local_rows,
     loop,
     mean_loss,
-    part_of,
-    squares,
-    whole_batch,
+    single_pass_loop,
+    square_loss_job,
 )
 from tests.ranks import Ranks
 
@@ -45,7 +45,7 @@ class Tied(Net):
 
 def _against(plain: nn.Module, job: ptrain.Job, **terms: Any) -> LoopVerdict:
     return ptrain.verify(
-        loop(plain), job, batches(), share=part_of("ddp"), terms=ptrain.Terms(**terms)
+        loop(plain), job, batches(), share=local_rows("ddp"), terms=ptrain.Terms(**terms)
     )
 
 
@@ -69,23 +69,23 @@ def _tied(wrap: Callable[[nn.Module], nn.Module]) -> LoopVerdict:
 
 
 def zero1() -> LoopVerdict:
-    plain = built()
+    plain = build_model()
     model = DistributedDataParallel(copy.deepcopy(plain))
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2
     )
-    return _against(plain, whole_batch(model, partial(mean_loss, model), optimizer=optimizer))
+    return _against(plain, single_pass_loop(model, partial(mean_loss, model), optimizer=optimizer))
 
 
 def checkpointed() -> LoopVerdict:
-    plain = built()
+    plain = build_model()
     model = copy.deepcopy(plain)
     model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
     return _against(plain, loop(DistributedDataParallel(model)))
 
 
 def compiled() -> LoopVerdict:
-    plain = built()
+    plain = build_model()
     model = DistributedDataParallel(copy.deepcopy(plain))
     return _against(plain, loop(torch.compile(model, backend="eager")))
 
@@ -103,7 +103,7 @@ def reduced_in_16_bits() -> LoopVerdict:
 
 
 def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> LoopVerdict:
-    plain = built(torch.float32)
+    plain = build_model(torch.float32)
     model = copy.deepcopy(plain)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
@@ -111,9 +111,9 @@ def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> LoopVerdict:
 
 
 def a_hundred_steps() -> LoopVerdict:
-    plain = built(torch.float32)
+    plain = build_model(torch.float32)
     sharded = fsdp2(copy.deepcopy(plain))
-    return ptrain.verify(loop(plain), loop(sharded), batches(100), share=part_of("ddp"))
+    return ptrain.verify(loop(plain), loop(sharded), batches(100), share=local_rows("ddp"))
 
 
 def transformers_own_loss() -> LoopVerdict:
@@ -128,10 +128,10 @@ def transformers_own_loss() -> LoopVerdict:
     plain = LlamaForCausalLM(config).double()
 
     def job(model: nn.Module) -> ptrain.Job:
-        return whole_batch(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
+        return single_pass_loop(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
 
     model = DistributedDataParallel(copy.deepcopy(plain))
-    return ptrain.verify(job(plain), job(model), batches(), share=part_of("ddp"))
+    return ptrain.verify(job(plain), job(model), batches(), share=local_rows("ddp"))
 
 
 class Normed(nn.Module):
@@ -148,7 +148,9 @@ def batch_norms() -> LoopVerdict:
     plain = Normed().double()
     model = DistributedDataParallel(copy.deepcopy(plain))
     rows = list(torch.randn(3, 8, 4).double())
-    return ptrain.verify(squares(plain), squares(model), rows, share=part_of("ddp"))
+    return ptrain.verify(
+        square_loss_job(plain), square_loss_job(model), rows, share=local_rows("ddp")
+    )
 
 
 SOUND = (
@@ -190,13 +192,15 @@ def seeds(way: str, dtype: torch.dtype) -> list[str]:
         torch.manual_seed(seed)
         plain = Net().to(dtype)
         job = loop(own_loops.WRAPPERS[way](copy.deepcopy(plain)))
-        verdict = ptrain.verify(loop(plain), job, batches(), share=part_of(way))
+        verdict = ptrain.verify(loop(plain), job, batches(), share=local_rows(way))
         failing += [] if verdict.holds else [str(verdict)]
     return failing
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("size", "way"), [(2, "ddp"), (2, "tp_sp"), (4, "fsdp2_tp"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("size", "way"), [(2, "ddp"), (2, "tensor_and_sequence_parallel"), (4, "fsdp2_tp"), (4, "hsdp")]
+)
 def test_no_false_alarm_over_five_seeds(
     ranks: Ranks, size: int, way: str, dtype: torch.dtype
 ) -> None:

@@ -15,7 +15,7 @@ from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import STEPS, reference, run
+from tests.gloo.matrix import STEPS, reference, run_spec
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -62,5 +62,5 @@ def test_padding_changes_no_step_and_every_byte_is_predicted(ranks: Ranks, case:
         name: F.pad(tensor, padding) if name in OF_VOCABULARY else tensor
         for name, tensor in plain.parameters.items()
     }
-    result = run(ranks, spec, truth=replace(plain, parameters=padded))
+    result = run_spec(ranks, spec, truth=replace(plain, parameters=padded))
     assert not [*failing(result.checks), *failing(result.against)]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo import traps
-from tests.gloo.traps import Trapped
+from tests.gloo.traps import TrapReport
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 
-def trapped_in(ranks: Ranks, which: str) -> Trapped:
-    of_ranks: list[Trapped] = ranks.run(2, traps.ask, which)
+def trapped_in(ranks: Ranks, which: str) -> TrapReport:
+    of_ranks: list[TrapReport] = ranks.run(2, traps.train_with_accelerate, which)
     assert len({trapped.ran for trapped in of_ranks}) == 1
     return of_ranks[0]
 
 
-def names(trapped: Trapped) -> str:
+def names(trapped: TrapReport) -> str:
     return "\n".join(check.name for check in trapped.failing)
 
 

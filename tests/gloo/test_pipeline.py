@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.pipeline_cases import DATA, MODELS, SCHEDULES, factorizations, layers_of, spec_of
+from tests.gloo.pipeline_cases import (
+    DATA,
+    MODELS,
+    SCHEDULES,
+    factorizations,
+    layer_count,
+    pipeline_spec,
+)
 from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -96,7 +103,7 @@ def layered(mesh: dict[str, int], schedule: str, changes: dict[str, Any]) -> dic
     said = changes.get("pipeline", {})
     split = said.get("split")
     stages = sum(split) if isinstance(split, list) else said.get("stages", 0)
-    return {"shape": {"layers": max(stages, layers_of(mesh["pp"], schedule))}, **changes}
+    return {"shape": {"layers": max(stages, layer_count(mesh["pp"], schedule))}, **changes}
 
 
 @pytest.mark.parametrize(("model", "schedule", "mesh", "changes"), STAGES, ids=str)
@@ -104,7 +111,7 @@ def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, schedule: str, mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
     given = layered(mesh, schedule, changes)
-    assert not MATRIX.differences(ranks, spec_of(model, schedule, mesh=mesh, **given))
+    assert not MATRIX.differences(ranks, pipeline_spec(model, schedule, mesh=mesh, **given))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_every_factorization_of_four_ranks(
 ) -> None:
     (mesh, data, activations), (model, schedule, changes) = product, case
     given = layered(mesh, schedule, changes)
-    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -137,7 +144,7 @@ def test_every_factorization_of_four_ranks(
 def test_within_data_ranks_too_as_in_remark_4(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -152,7 +159,7 @@ def test_within_data_ranks_too_as_in_remark_4(
 def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -170,7 +177,9 @@ def test_other_schedules_over_every_factorization_of_four_ranks(
 ) -> None:
     mesh, data, activations = product
     given = layered(mesh, schedule, {"batch": {"accumulate": 8}})
-    spec = spec_of("gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given)
+    spec = pipeline_spec(
+        "gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given
+    )
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -188,7 +197,7 @@ def test_every_factorization_of_eight_ranks(
     given = layered(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
     if mesh.get("tp", 1) > 2 and MODELS[model].get("kv_heads") == 2:
         given["shape"]["kv_heads"] = 4  # as many as there are ranks to cut them
-    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -196,7 +205,7 @@ def test_every_factorization_of_eight_ranks(
 def test_every_policy_of_gathering_and_reducing(
     ranks: Ranks, schedule: str, data: str, policy: dict[str, Any]
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
+    spec = pipeline_spec("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -207,7 +216,7 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
     precision, batch = {"layout": layout}, {"micro": 2}
     mesh = {"pp": 2, **beside}
     assert not MATRIX.differences(
-        ranks, spec_of(model, schedule, mesh=mesh, precision=precision, batch=batch)
+        ranks, pipeline_spec(model, schedule, mesh=mesh, precision=precision, batch=batch)
     )
 
 
@@ -236,5 +245,5 @@ def test_collectives_beside_passes_change_no_figure(
 ) -> None:
     mesh = {"pp": 2, "dp_shard": 2}
     assert not MATRIX.differences(
-        ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data, **dials)
+        ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data, **dials)
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.matrix import run
-from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
-from tests.gloo.recording import named
+from tests.gloo.matrix import run_spec
+from tests.gloo.pipeline_cases import SCHEDULES, layer_count, pipeline_spec
+from tests.gloo.recording import checks_of_kind
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -36,11 +36,11 @@ def test_passes_peak_as_their_instructions_say(
     ranks: Ranks, schedule: Any, mesh: dict[str, int]
 ) -> None:
     is_own = schedule is OWN
-    layers = 4 if is_own else layers_of(mesh["pp"], schedule)
+    layers = 4 if is_own else layer_count(mesh["pp"], schedule)
     batch = {"accumulate": 4 if is_own else 8}
-    spec = spec_of("gqa", schedule, mesh=mesh, batch=batch, shape={"layers": layers})
-    result = run(ranks, spec)
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, batch=batch, shape={"layers": layers})
+    result = run_spec(ranks, spec)
     assert not [*failing(result.checks), *failing(result.against)]
-    peaks = [check for check in named(result.checks, "peak") if "update" not in check.name]
+    peaks = [check for check in checks_of_kind(result.checks, "peak") if "update" not in check.name]
     assert len(peaks) == 2 * mesh["pp"]
     assert [check.measured for check in peaks] == [check.predicted for check in peaks]

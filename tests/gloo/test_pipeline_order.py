@@ -23,7 +23,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
-from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
+from tests.gloo.pipeline_cases import SCHEDULES, layer_count, pipeline_spec
 from tests.pure.pipelines import most_held
 from tests.ranks import Ranks
 
@@ -96,9 +96,11 @@ def expected(made: Schedule, rank: int) -> list[tuple[Action, Holding]]:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_rank_computes_its_order_and_holds_what_is_said(ranks: Ranks, size: int) -> None:
     specs = [
-        spec_of("llama", name, mesh={"pp": size}, batch={"accumulate": 8}, shape={"layers": layers})
+        pipeline_spec(
+            "llama", name, mesh={"pp": size}, batch={"accumulate": 8}, shape={"layers": layers}
+        )
         for name in SCHEDULES
-        for layers in [layers_of(size, name)]
+        for layers in [layer_count(size, name)]
     ]
     accounts = ranks.run(size, executed, specs)
     for index, spec in enumerate(specs):

@@ -25,7 +25,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.reference import Trajectory
-from tests.gloo.pipeline_cases import spec_of
+from tests.gloo.pipeline_cases import pipeline_spec
 from tests.gloo.runs import full_parameters
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
@@ -70,7 +70,9 @@ def placed(model: str, placement: Placement, **sections: Any) -> Spec:
     schedule, mesh, data = placement
     data_ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     accumulate = {"accumulate": SAMPLES // data_ranks}
-    return spec_of(model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections)
+    return pipeline_spec(
+        model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections
+    )
 
 
 def summed(share: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.matrix import Result
 from tests.gloo.pipeline_runs import MATRIX
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -50,7 +50,7 @@ def test_a_strategy_with_a_pipeline_is_validated(ranks: Ranks, name: str) -> Non
 def differences(ranks: Ranks, spec: Spec) -> list[str]:
     """Bytes, calls and peaks that are not those of the prediction; for the page that --record
     writes."""
-    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
+    reports = ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     MATRIX.results.append(Result(spec, checks, against=()))

@@ -29,7 +29,7 @@ from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from tests.gloo.sessions import train
+from tests.gloo.sessions import train_on_ranks
 from tests.models_from_folder import saved_own
 from tests.published_folders import saved, tensors
 from tests.ranks import Ranks
@@ -300,7 +300,7 @@ def test_a_run_says_why_its_model_was_read_whole(ranks: Ranks, beside: str, tmp_
     given = f"target: tests.models_from_folder:build, arguments: {{beside: {beside}}}"
     model = f"model={{pretrained: {folder}, {given}}}"
     words = ("mesh={}", "placement={}", model, "train.steps=1", "batch={global: 2, sequence: 16}")
-    (ended,) = train(ranks, 1, "ddp", *words, "--allow-import", folder=tmp_path / "run")
+    (ended,) = train_on_ranks(ranks, 1, "ddp", *words, "--allow-import", folder=tmp_path / "run")
     assert ended.code == 0, ended.error
     line = "weights  every rank built the full model first: its constructor draws random"
     assert ended.output.count(line) == int(beside == "drawn")

@@ -13,8 +13,8 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED
 from ptrain.verification.protocol import STAGES
-from tests.gloo.cases import named
-from tests.gloo.verify_runs import LATE, Otherwise, presupposed, verified
+from tests.gloo.cases import strategy_case
+from tests.gloo.verify_runs import LATE, ProgramChanges, check_assumptions, verify_spec
 from tests.jobs import TINY, run
 from tests.ranks import Ranks
 
@@ -38,16 +38,16 @@ def of_stages(checks) -> list[str]:
 
 PRESUPPOSED = {
     None: {},
-    Otherwise.EVERY_TIME_ANEW: {"the same run twice": "step 0: loss has other bits on rank 0"},
+    ProgramChanges.EVERY_TIME_ANEW: {"the same run twice": "step 0: loss has other bits on rank 0"},
 }
 
 
 @pytest.mark.parametrize("otherwise", PRESUPPOSED)
 def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
-    ranks: Ranks, otherwise: Otherwise | None
+    ranks: Ranks, otherwise: ProgramChanges | None
 ) -> None:
-    spec = named("zero3", 2, accumulate=1).spec()
-    found = ranks.run(2, presupposed, spec, otherwise)
+    spec = strategy_case("zero3", 2, accumulate=1).spec()
+    found = ranks.run(2, check_assumptions, spec, otherwise)
     assert found[0] == found[1]
     failed = {check.name: check.why for check in found[0] if not check.holds}
     expected = dict(PRESUPPOSED[otherwise])
@@ -57,9 +57,9 @@ def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
 
 
 def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
-    spec = named("zero3", 2, layout="zero16", accumulate=2).spec()
+    spec = strategy_case("zero3", 2, layout="zero16", accumulate=2).spec()
     asked = VerifyOptions(steps=3, every_collective=True)
-    one, other = ranks.run(2, verified, spec, asked)
+    one, other = ranks.run(2, verify_spec, spec, asked)
     assert (one.checks, one.notes, one.root_cause) == (other.checks, other.notes, other.root_cause)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
     assert of_stages(one.checks) == list(STAGES) == list(one.seconds)
@@ -78,8 +78,8 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
 
 @pytest.mark.nightly  # by default the command verifies one, below
 def test_one_rank_is_verified_too(ranks: Ranks) -> None:
-    spec = named("zero3", 1, accumulate=1).spec()
-    (found,) = ranks.run(1, verified, spec, SHORT)
+    spec = strategy_case("zero3", 1, accumulate=1).spec()
+    (found,) = ranks.run(1, verify_spec, spec, SHORT)
     assert found.holds
     names = {check.name for check in found.checks}
     assert not any("ranks share" in name for name in names)
@@ -88,18 +88,20 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "otherwise",
-    [Otherwise.LATE_RATE, pytest.param(Otherwise.LATE_NAN, marks=pytest.mark.nightly)],
+    [ProgramChanges.LATE_RATE, pytest.param(ProgramChanges.LATE_NAN, marks=pytest.mark.nightly)],
 )
 def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_out(
-    ranks: Ranks, otherwise: Otherwise
+    ranks: Ranks, otherwise: ProgramChanges
 ) -> None:
-    spec = named("ddp", 2, accumulate=1).spec()
-    found = ranks.run(2, verified, spec, VerifyOptions(steps=8), otherwise)[0]
+    spec = strategy_case("ddp", 2, accumulate=1).spec()
+    found = ranks.run(2, verify_spec, spec, VerifyOptions(steps=8), otherwise)[0]
     failed = {check.name: check.why for check in found.checks if not check.holds}
-    first = LATE + (otherwise is Otherwise.LATE_RATE)  # an update shows in the next step's loss
+    first = LATE + (
+        otherwise is ProgramChanges.LATE_RATE
+    )  # an update shows in the next step's loss
     why = failed["trajectory in fp64: loss of every step"]
     assert why.startswith(f"step {first}: the loss is ")
-    assert ("nan" in why) is (otherwise is Otherwise.LATE_NAN)
+    assert ("nan" in why) is (otherwise is ProgramChanges.LATE_NAN)
     assert not found.holds
     assert found.notes[-1] == "trajectory in fp64 fails: trajectory in own dtypes not checked"
     assert found.root_cause is not None  # the steps up to there, beside one device
@@ -122,5 +124,5 @@ def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_holds(ranks: Ranks, name: str) -> None:
     spec = require_runnable(load(name, SMALL))
-    found = ranks.run(spec.world_size, verified, spec, SHORT, timeout=300)[0]
+    found = ranks.run(spec.world_size, verify_spec, spec, SHORT, timeout=300)[0]
     assert found.holds, [f"{check.name}: {check.why}" for check in found.checks if not check.holds]

@@ -36,8 +36,8 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def train_one(ranks: Ranks, folder: Path, *words: str) -> sessions.Ended:
-    (ended,) = sessions.train(ranks, 1, "zero3", *SAVED, *words, folder=folder)
+def train_one(ranks: Ranks, folder: Path, *words: str) -> sessions.RankResult:
+    (ended,) = sessions.train_on_ranks(ranks, 1, "zero3", *SAVED, *words, folder=folder)
     return ended
 
 
@@ -129,10 +129,10 @@ def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) ->
     }
     spec.write_text(json.dumps(sections))
 
-    def train_images(steps: int, count: int, *words: str) -> sessions.Ended:
+    def train_images(steps: int, count: int, *words: str) -> sessions.RankResult:
         given = (str(spec), "--allow-import", f"train.steps={steps}", *words)
         data = f"data.arguments={{count: {count}}}"
-        (ended,) = sessions.train(ranks, 1, *given, data, folder=run)
+        (ended,) = sessions.train_on_ranks(ranks, 1, *given, data, folder=run)
         return ended
 
     first = train_images(2, 200)
@@ -170,7 +170,7 @@ def record_samples(words: tuple[str, ...], folder: str) -> int:
 
     loop.read_batch = recorded  # type: ignore[assignment]
     try:
-        ended = sessions.of_no_launcher(words)
+        ended = sessions.train_without_launcher(words)
     finally:
         loop.read_batch = batch
     assert ended.code == 0, ended.error
@@ -206,7 +206,7 @@ def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
     assert (saved.step, saved.samples, saved.data) == (2, None, {})
     words = (f"data.path={earlier / 'tokens.npy'}", "batch.global=8", "train.steps=3")
     given = (str(earlier / "zero3" / "spec.resolved.yaml"), *words, "--resume", str(path))
-    ends = sessions.train(ranks, 2, *given, folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *given, folder=tmp_path / "run")
     assert [end.code for end in ends] == [0, 0], ends[0].error
     (path,) = manifest.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert manifest.read(path).samples == 2 * 4 + 8

@@ -13,7 +13,7 @@ from ptrain.meters.routing import Placed, RoutingMeter, Rows, sum_histograms, su
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import ActivationSpec, Spec
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -52,7 +52,7 @@ def layers_of(ranks: Ranks, spec: Spec) -> tuple[tuple[LayerRouting, ...], Histo
 
 @pytest.mark.parametrize(("placement", "besides"), PLACEMENTS)
 def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides) -> None:
-    spec = spec_of("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
+    spec = expert_spec("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
     (here, by_rank), (there, _) = layers_of(ranks, spec), layers_of(ranks, _of_one_device(spec))
     choices = spec.batch.tokens * spec.model.experts_per_token
     assert len(here) == spec.model.layers
@@ -72,7 +72,7 @@ def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides
 
 
 def test_no_other_meter_sees_that_it_counts(ranks: Ranks) -> None:
-    spec = spec_of("capacity", {"dp_shard": "zero3"})
+    spec = expert_spec("capacity", {"dp_shard": "zero3"})
     ((_, watched, _), *_) = ranks.run(2, counted, spec)
     ((_, alone, _), *_) = ranks.run(2, _alone, spec)
     assert (watched.memory, watched.peak, watched.traffic) == (

@@ -17,9 +17,9 @@ from ptrain.traces.facts import facts_of
 from ptrain.verification.reference import Trajectory
 from tests.gloo.band import loss_band
 from tests.gloo.outcomes import MEASURED_STEP
-from tests.gloo.recording_rows import Result, write
-from tests.gloo.rows import ROWS, Setting, default, pairwise
-from tests.gloo.runs import train
+from tests.gloo.recording_rows import Result, write_rows_page
+from tests.gloo.rows import ROWS, Setting, default_setting, pairwise_settings
+from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failing
 from tests.ranks import RankError, Ranks
 from tests.trajectories import FP64, Tolerances, one_device
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.gloo
 STEPS = 4
 RESULTS: list[Result] = []
 ONCE_WRONG = (  # no row's defaults showed it
-    default("ddp").with_dials(
+    default_setting("ddp").with_dials(
         fp64=False, layout="fp16", accumulate=3, bucket="whole", clip=None, optimizer="muon"
     ),
-    default("ddp-zero-redundancy").with_dials(
+    default_setting("ddp-zero-redundancy").with_dials(
         fp64=False, layout="bf16", accumulate=3, clip=None, optimizer="sgd"
     ),
 )
@@ -51,7 +51,7 @@ def reference(setting: Setting, steps: int) -> Trajectory:
 def result_of(ranks: Ranks, setting: Setting) -> Result:
     """Raises RankError where it does not run."""
     spec = setting.spec()
-    reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
+    reports = ranks.run(setting.size, train_on_rank, spec, STEPS, MEASURED_STEP)
     measured: Estimate = join_estimates([each.measured for each in reports if each.measured])
     checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     run, truth = reports[0].trajectory, reference(setting, STEPS)
@@ -81,12 +81,12 @@ def record(request: pytest.FixtureRequest) -> Iterator[None]:
     """With --record, what the rows gave is written down."""
     yield
     if request.config.getoption("--record") and RESULTS:
-        print(f"\nwritten: {write(RESULTS, ['pytest', *sys.argv[1:]], STEPS)}")
+        print(f"\nwritten: {write_rows_page(RESULTS, ['pytest', *sys.argv[1:]], STEPS)}")
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_exact_and_equals_one_device(ranks: Ranks, row: str) -> None:
-    found = differences(ranks, default(row))
+    found = differences(ranks, default_setting(row))
     assert not found, "\n".join(found)
 
 
@@ -102,6 +102,6 @@ def test_a_setting_that_was_wrong_once_stays_right(ranks: Ranks, setting: Settin
 def test_a_row_with_every_pair_of_layouts_and_dials(
     ranks: Ranks, row: str, request: pytest.FixtureRequest
 ) -> None:
-    settings = islice(pairwise(row), request.config.getoption("--settings"))
+    settings = islice(pairwise_settings(row), request.config.getoption("--settings"))
     found = [line for setting in settings for line in differences(ranks, setting)]
     assert not found, "\n".join(found)

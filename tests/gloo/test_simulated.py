@@ -22,7 +22,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
 from ptrain.train.probe import FIRST_STEADY, setup_traffic
 from tests.gloo import context_cases, expert_cases
-from tests.gloo.matrix import simulated_alike
+from tests.gloo.matrix import compare_simulation
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -53,19 +53,21 @@ def test_every_rank_of_every_strategy_does(ranks: Ranks, strategy: str) -> None:
 # reaches the others, and experts, whole and apart. On ranks they run in other modules, which
 # simulate every case at night (`Matrix.differences`).
 BESIDE: dict[str, Spec] = {
-    "ring": context_cases.spec_of("ring", states="S*,S,S", other={"dp_shard": "zero3"}),
-    "all-gather": context_cases.spec_of("all-gather", activations="M"),
-    "ulysses": context_cases.spec_of("ulysses", "llama", shape=DROPPED),
-    "zigzag, experts": expert_cases.spec_of(
+    "ring": context_cases.context_spec("ring", states="S*,S,S", other={"dp_shard": "zero3"}),
+    "all-gather": context_cases.context_spec("all-gather", activations="M"),
+    "ulysses": context_cases.context_spec("ulysses", "llama", shape=DROPPED),
+    "zigzag, experts": expert_cases.expert_spec(
         "capacity", {"cp": "S*,S,S,S"}, context={"attention": "zigzag"}
     ),
-    "experts apart in stages": expert_cases.spec_of("deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}),
+    "experts apart in stages": expert_cases.expert_spec(
+        "deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BESIDE)
 def test_the_last_rank_on_fake_ranks_does_what_was_derived(case: str) -> None:
-    assert not failing(simulated_alike(BESIDE[case]))
+    assert not failing(compare_simulation(BESIDE[case]))
 
 
 def short(strategy: str, *shorter: str) -> Spec:

@@ -17,7 +17,7 @@ from ptrain.spec.routing import Bound, Histogram, Routing, read_routing
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from ptrain.traces.facts import facts_of
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 
 pytestmark = pytest.mark.gloo
 
@@ -86,6 +86,6 @@ def differing(spec: Spec, routing: Routing, rank: int) -> list[str]:
     ids=str,
 )
 def test_by_counts_and_at_worst(model, placement, more):
-    spec = spec_of(model, placement, **more)
+    spec = expert_spec(model, placement, **more)
     assert not differing(spec, drawn(spec), spec.world_size - 1)
     assert not differing(spec, Bound.WORST, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.tensor_cases import ACTIVATIONS, MODELS, factorizations, spec_of
+from tests.gloo.tensor_cases import ACTIVATIONS, MODELS, factorizations, tensor_spec
 from tests.gloo.tensor_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -43,7 +43,7 @@ def test_a_cut_model_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, degree: int, activations: str
 ) -> None:
     accumulate = 2 if degree == 2 else 1  # four ranks share two cores
-    spec = spec_of(model, activations=activations, degree=degree, accumulate=accumulate)
+    spec = tensor_spec(model, activations=activations, degree=degree, accumulate=accumulate)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -60,7 +60,7 @@ def test_a_cut_model_is_exact_and_equals_one_device(
 def test_other_plans_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, tensor: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, tensor=tensor, shape={"vocab": 260}))
+    assert not MATRIX.differences(ranks, tensor_spec(model, tensor=tensor, shape={"vocab": 260}))
 
 
 @pytest.mark.parametrize("activations", ["S", nightly("S*")])
@@ -69,7 +69,9 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, data: str, activations: str
 ) -> None:
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
-    assert not MATRIX.differences(ranks, spec_of("gpt", activations=activations, data={axis: data}))
+    assert not MATRIX.differences(
+        ranks, tensor_spec("gpt", activations=activations, data={axis: data})
+    )
 
 
 # ZeRO-3 runs by default above, of gpt with slices of tokens; tp alone in the first test.
@@ -84,7 +86,9 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
 def test_every_factorization_of_four_ranks(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(data=data, degrees=degrees, degree=degrees["tp"]))
+    assert not MATRIX.differences(
+        ranks, tensor_spec(data=data, degrees=degrees, degree=degrees["tp"])
+    )
 
 
 @pytest.mark.nightly
@@ -103,7 +107,7 @@ def test_every_factorization_of_eight_ranks(
 ) -> None:
     cut = {"activations": activations, "degrees": degrees, "degree": degrees["tp"]}
     shape = {"heads": 8, "kv_heads": 8, "vocab": 260}
-    assert not MATRIX.differences(ranks, spec_of(data=data, accumulate=1, shape=shape, **cut))
+    assert not MATRIX.differences(ranks, tensor_spec(data=data, accumulate=1, shape=shape, **cut))
 
 
 @pytest.mark.parametrize(("model", "layout", "activations", "data"), LAYOUTS, ids=str)
@@ -112,5 +116,5 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
 ) -> None:
     batch = {"global": 8 if data else 4, "micro": 2, "sequence": 16}
     precision = {"layout": layout}
-    spec = spec_of(model, activations=activations, data=data, precision=precision, batch=batch)
+    spec = tensor_spec(model, activations=activations, data=data, precision=precision, batch=batch)
     assert not MATRIX.differences(ranks, spec)

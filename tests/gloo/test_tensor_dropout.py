@@ -18,8 +18,8 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
-from tests.gloo.runs import Report, train
-from tests.gloo.tensor_cases import spec_of
+from tests.gloo.runs import Report, train_on_rank
+from tests.gloo.tensor_cases import tensor_spec
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 from tests.trajectories import FP64, one_device
@@ -67,7 +67,7 @@ class Drawn(TorchDispatchMode):
 
 def train_and_keep_masks(spec: Spec) -> tuple[Report, Masks]:
     with Drawn() as drawn:
-        report = train(spec, STEPS)
+        report = train_on_rank(spec, STEPS)
     return report, drawn.masks
 
 
@@ -76,7 +76,7 @@ def on_ranks(
 ) -> tuple[Spec, Any, list[Masks]]:
     """The spec, its first rank's trajectory and every rank's masks."""
     what: dict[str, Any] = {"own": FOREIGN[model]} if model else {"shape": {"dropout": DROPOUT}}
-    spec = spec_of("gpt", activations=activations, data=data, **what)
+    spec = tensor_spec("gpt", activations=activations, data=data, **what)
     reports = ranks.run(spec.world_size, train_and_keep_masks, spec)
     return spec, reports[0][0].trajectory, [masks for _, masks in reports]
 
@@ -167,6 +167,6 @@ def twice_seeded(spec: Spec) -> tuple[Masks, Masks]:
 
 @pytest.mark.parametrize("activations", ["R", "S"])
 def test_masks_follow_from_the_seed_alone(ranks: Ranks, activations: str) -> None:
-    spec = spec_of("gpt", activations=activations, shape={"dropout": DROPOUT})
+    spec = tensor_spec("gpt", activations=activations, shape={"dropout": DROPOUT})
     for first, again in ranks.run(spec.world_size, twice_seeded, spec):
         assert first and all(torch.equal(*pair) for pair in zip(first, again, strict=True))

@@ -18,7 +18,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
-from tests.gloo.tensor_cases import spec_of
+from tests.gloo.tensor_cases import tensor_spec
 from tests.gloo.test_checkpoint import STEPS, load_saved, step, whole
 from tests.ranks import Ranks
 
@@ -46,7 +46,7 @@ def program_of(spec: Spec) -> Program:
 
 
 def placed(name: str, layout: str) -> Spec:
-    return spec_of("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
+    return tensor_spec("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
 
 
 def save_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:

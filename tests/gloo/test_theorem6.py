@@ -26,7 +26,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import ExecutedStep
 from ptrain.train.loop import local_batch
-from tests.gloo.tensor_cases import SIZES, spec_of
+from tests.gloo.tensor_cases import SIZES, tensor_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -160,7 +160,7 @@ def breaks_6_3(seen: Sequence[Seen]) -> bool:
 def test_the_conditions_hold_of_the_calls_that_ran_and_of_no_others(
     ranks: Ranks, axis: str, placement: str, activations: str
 ) -> None:
-    spec = spec_of(data={axis: placement}, activations=activations, accumulate=1)
+    spec = tensor_spec(data={axis: placement}, activations=activations, accumulate=1)
     seen: list[Seen] = ranks.run(4, watch, spec)
     assert tp_groups(seen) == [(0, 1), (2, 3)]
     assert not breaks_6_1(seen) and not breaks_6_3(seen)
@@ -180,20 +180,20 @@ def test_units_that_would_be_wrapped_before_their_operators_are_cut_are_refused(
     ranks: Ranks, placement: str
 ) -> None:
     axis = "dp_replicate" if placement == "ddp" else "dp_shard"
-    for message in ranks.run(4, refused, spec_of(data={axis: placement})):
+    for message in ranks.run(4, refused, tensor_spec(data={axis: placement})):
         assert "Parallelize cannot run at this position" in message and "Theorem 6.2" in message
 
 
 def test_what_is_refused_would_learn_nothing_in_cut_operators(ranks: Ranks) -> None:
     """Units that were made of whole operators never see the gradients of the cut ones."""
-    spec = spec_of(data={"dp_shard": "zero2"}, accumulate=1)
+    spec = tensor_spec(data={"dp_shard": "zero2"}, accumulate=1)
     assert ranks.run(4, partial(moved, is_wrapped_first=False), spec) == [{True}] * 4
     assert ranks.run(4, partial(moved, is_wrapped_first=True), spec) == [{False}] * 4
 
 
 def test_a_mesh_in_the_wrong_order_is_seen(ranks: Ranks) -> None:
     """Which no loaded spec gets past the rules with: tp outermost, its groups every other rank."""
-    spec = spec_of(data={"dp_replicate": "ddp"}, accumulate=1)
+    spec = tensor_spec(data={"dp_replicate": "ddp"}, accumulate=1)
     seen: list[Seen] = ranks.run(4, watch, replace(spec, factors=tuple(reversed(spec.factors))))
     assert tp_groups(seen) == [(0, 2), (1, 3)]
     assert breaks_6_1(seen) and not breaks_6_3(seen)

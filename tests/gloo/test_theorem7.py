@@ -23,7 +23,7 @@ from ptrain.plan.composition import are_consecutive, are_within, have_one_of_eac
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
-from tests.gloo.pipeline_cases import SIZES, spec_of
+from tests.gloo.pipeline_cases import SIZES, pipeline_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -171,7 +171,7 @@ PP_INSIDE = [
 def test_with_pp_outside_all_conditions_hold_of_the_calls_that_ran(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, data=data)
     seen: list[Seen] = ranks.run(4, watch, spec)
     assert replicas(seen) == sums_of_gradients(seen) == [(0, 1), (2, 3)]
     assert pipelines(seen) == [(0, 2), (1, 3)]
@@ -187,7 +187,7 @@ def test_with_pp_outside_all_conditions_hold_of_the_calls_that_ran(
 def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, data=data)
     seen: list[Seen] = ranks.run(4, watch, spec)
     assert replicas(seen) == sums_of_gradients(seen) == [(0, 2), (1, 3)]
     assert pipelines(seen) == [(0, 1), (2, 3)]
@@ -208,7 +208,7 @@ def test_no_gradient_but_a_tied_tensors_crosses_stages(
     ranks: Ranks, schedule: str, mesh: dict[str, int], ends: Groups
 ) -> None:
     """Of a V both ends are on one rank, and nothing crosses at all."""
-    seen: list[Seen] = ranks.run(4, watch, spec_of("gpt-tied", schedule, mesh=mesh))
+    seen: list[Seen] = ranks.run(4, watch, pipeline_spec("gpt-tied", schedule, mesh=mesh))
     crossing = [
         call
         for each in seen
@@ -225,7 +225,7 @@ def test_no_gradient_but_a_tied_tensors_crosses_stages(
 @pytest.mark.nightly
 def test_theorems_6_and_7_hold_together_on_eight_ranks(ranks: Ranks) -> None:
     mesh = {"pp": 2, "dp_shard": 2, "tp": 2}
-    seen: list[Seen] = ranks.run(8, watch, spec_of("gqa", mesh=mesh, activations="S"))
+    seen: list[Seen] = ranks.run(8, watch, pipeline_spec("gqa", mesh=mesh, activations="S"))
     tensor = sorted({c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("tp",)})
     data = sorted(
         {c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("dp_shard",)}

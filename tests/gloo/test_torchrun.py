@@ -26,7 +26,7 @@ TORCHRUN = "torch.distributed.run"
 def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Of ranks that torchrun has not started."""
     folder = tmp_path_factory.mktemp("pool") / "run"
-    assert [end.code for end in sessions.train(ranks, 2, *SPEC, folder=folder)] == [0, 0]
+    assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SPEC, folder=folder)] == [0, 0]
     return jobs.losses(folder)
 
 
@@ -92,7 +92,7 @@ def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, 
 
 def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
     words = ("zero3", "mesh.dp_shard=4", "--run-dir", str(tmp_path / "run"))
-    ends = ranks.run(2, sessions.as_torchrun_starts, words)
+    ends = ranks.run(2, sessions.train_as_torchrun, words)
     assert [end.code for end in ends] == [2, 2]
     lines = "\n".join(end.error for end in ends).splitlines()
     assert sum("needs 4 ranks, but 2 were started" in line for line in lines) == 1, lines

@@ -38,14 +38,14 @@ Settings = dict
 """
 
 
-def train_with_libraries(cwd: str, words: tuple[str, ...]) -> sessions.Ended:
+def train_with_libraries(cwd: str, words: tuple[str, ...]) -> sessions.RankResult:
     """Train on this rank, in a folder whose `libraries` come before all installed ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
         patch.syspath_prepend(str(Path(cwd, "libraries")))
         for name in ("mlflow", "wandb"):
             patch.delitem(sys.modules, name, raising=False)
-        return sessions.as_torchrun_starts(words)
+        return sessions.train_as_torchrun(words)
 
 
 @pytest.fixture(scope="module")

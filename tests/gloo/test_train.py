@@ -70,7 +70,9 @@ def continued(finished: Finished, ranks: Ranks) -> Continued:
     folder = finished.folder.parents[1] / "continued"
     wanted = ("zero3", *jobs.TINY, EXACT, OF_FOUR, f"train.steps={STEPS + 2}", "mesh.dp_shard=4")
     saved = str(finished.folder / "checkpoints" / "step-00000008")
-    first, *others = sessions.train(ranks, 4, *wanted, "--resume", saved, "--json", folder=folder)
+    first, *others = sessions.train_on_ranks(
+        ranks, 4, *wanted, "--resume", saved, "--json", folder=folder
+    )
     assert {end.code for end in (first, *others)} == {0}, first.error
     assert not any(end.output for end in others)
     return Continued(folder=folder, output=first.output)
@@ -174,7 +176,7 @@ def test_json_prints_the_record_and_nothing_else(continued):
 def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(ranks, tmp_path):
     diverging = ("optimizer.lr=1.0e+6", "optimizer.weight_decay=1000")  # p grows 1e8 times a step
     wanted = ("zero3", *jobs.TINY, *diverging, "train.steps=9")
-    for end in sessions.train(ranks, 2, *wanted, folder=tmp_path / "run"):
+    for end in sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run"):
         assert end.code == 4, end.error
         assert "the loss is nan" in end.error or "the loss is inf" in end.error
         assert "remedy" in end.error
@@ -202,7 +204,7 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
 def in_a_group(folder: str) -> tuple[int, bool]:
     """A training on ranks that somebody else has brought together."""
     words = ("zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet")
-    return sessions.trained(words).code, dist.is_initialized()
+    return sessions.train_on_rank(words).code, dist.is_initialized()
 
 
 def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
@@ -217,7 +219,7 @@ def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(ranks, 
     assert code == 2
     assert "--allow-import" in job.error
     assert not (tmp_path / "runs").exists()
-    end = sessions.train(ranks, 2, *wanted, "--allow-import", folder=tmp_path / "run")[0]
+    end = sessions.train_on_ranks(ranks, 2, *wanted, "--allow-import", folder=tmp_path / "run")[0]
     assert end.code == 0, end.error
     assert "verdict: holds" in end.output
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.cost import Collective, Phase
-from tests.gloo.cases import LAYOUTS, Case, named
+from tests.gloo.cases import LAYOUTS, Case, strategy_case
 from tests.gloo.outcomes import Outcome, Runs
 from tests.gloo.test_exact import failing, require_complete
 from tests.trajectories import FP64
@@ -37,7 +37,7 @@ def flat(size: int, **settings: Any) -> Case:
 def of_each_wrap(unit: str) -> tuple[Case, Case]:
     """On replicas alone nothing goes by unit, and a size of units is refused there."""
     settings = {"fp64": True, "unit": unit, "layers": LAYERS}
-    return named("zero3", 2, **settings), flat(2, **settings)
+    return strategy_case("zero3", 2, **settings), flat(2, **settings)
 
 
 def others() -> Iterator[Case]:
@@ -45,7 +45,7 @@ def others() -> Iterator[Case]:
     names = ("zero1", "zero2", "zero3", "zero3-keep", "hsdp", "flat")
     for unit, name, layout, model in product(UNITS, names, LAYOUTS, ("odd", "tied", "external")):
         settings = {"unit": unit, "layout": layout, "accumulate": 4, "model": model}
-        yield flat(4, **settings) if name == "flat" else named(name, 4, **settings)
+        yield flat(4, **settings) if name == "flat" else strategy_case(name, 4, **settings)
 
 
 def require_exact(outcome: Outcome) -> None:
@@ -68,7 +68,7 @@ def test_units_of_every_size_are_predicted_and_equal_one_device(runs: Runs, case
 def test_units_that_fill_a_bucket_are_predicted_and_equal_one_device(
     runs: Runs, strategy: str, bucket: str
 ) -> None:
-    case = named(strategy, 2, fp64=True, layers=LAYERS, accumulate=2, bucket=bucket)
+    case = strategy_case(strategy, 2, fp64=True, layers=LAYERS, accumulate=2, bucket=bucket)
     outcome = runs.of(case)
     require_exact(outcome)
     assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))

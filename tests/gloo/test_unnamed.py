@@ -14,7 +14,7 @@ import pytest
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Placement
-from tests.gloo.rows import DIALS, ROWS, Setting, default
+from tests.gloo.rows import DIALS, ROWS, Setting, default_setting
 from tests.gloo.test_rows import differences
 from tests.ranks import Ranks
 
@@ -51,7 +51,7 @@ def unnamed(draw: random.Random) -> Iterator[Setting]:
             continue
         seen.add(row)
         ROWS.setdefault(row, placement)
-        setting = default(row).with_dials(
+        setting = default_setting(row).with_dials(
             layout=draw.choice(DIALS["layout"]), clip=draw.choice((1.0, None)), fp64=True
         )
         if not setting.is_legal():

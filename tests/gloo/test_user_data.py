@@ -13,7 +13,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import run
+from tests.gloo.matrix import run_spec
 from tests.gloo.test_exact import failing
 from tests.models_foreign import NANO_PLAN
 from tests.models_vision import VECTORS
@@ -64,7 +64,7 @@ NIGHTLY = pytest.mark.nightly
     ],
 )
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
-    result = run(ranks, vision(axis, sections))
+    result = run_spec(ranks, vision(axis, sections))
     assert not failing((*result.checks, *result.against))
 
 
@@ -116,7 +116,7 @@ def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks,
     names = {"loss": "viewed", "step": "viewed_step"}
     without = {"loss": None} if section == "step" else {}
     function = {"target": f"tests.models_losses:{names[section]}"}
-    result = run(ranks, with_z_loss("built in", axis, **without, **{section: function}))
+    result = run_spec(ranks, with_z_loss("built in", axis, **without, **{section: function}))
     assert not failing((*result.checks, *result.against))
 
 
@@ -126,7 +126,7 @@ def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks,
     [(model, axis) for model in MODELS for axis in AXES_OF_LOGITS],
 )
 def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
-    result = run(ranks, with_z_loss(model, axis))
+    result = run_spec(ranks, with_z_loss(model, axis))
     assert not failing((*result.checks, *result.against))
 
 
@@ -146,7 +146,7 @@ def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Rank
         "tensor": {"plan": NANO_PLAN},
         "step": {"target": "tests.models_foreign:loss_of"},
     }
-    result = run(ranks, require_runnable(load(written)))
+    result = run_spec(ranks, require_runnable(load(written)))
     assert not failing((*result.checks, *result.against))
 
 
@@ -156,7 +156,7 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     """Between the blocks a sample has nine patches and the class token."""
     axis = {"mesh": {"tp": 2}, "placement": "tp"}
     batch = {"global": 8, "micro": 2, "sequence": VECTORS}
-    result = run(ranks, vision("zero2", sections | axis, batch=batch))
+    result = run_spec(ranks, vision("zero2", sections | axis, batch=batch))
     assert not failing((*result.checks, *result.against))
 
 
@@ -173,7 +173,7 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
 def test_images_go_through_stages(ranks: Ranks, sections, shards):
     placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
     axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
-    result = run(ranks, vision("zero2", sections | axis))
+    result = run_spec(ranks, vision("zero2", sections | axis))
     assert not failing((*result.checks, *result.against))
 
 

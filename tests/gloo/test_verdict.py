@@ -43,7 +43,7 @@ def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
 @pytest.mark.parametrize(("option", "expected"), [([], 0), (["--strict"], 1)], ids=str)
 def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, option, expected):
     wanted = ("ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option)
-    ends = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run")
     assert {end.code for end in ends} == {expected}, ends[0].error
     assert "verdict: fails" in ends[0].output
     assert "fails: memory activations rank 0" in ends[0].output
@@ -54,7 +54,7 @@ def test_what_a_spec_for_gpus_drops_out_is_a_processors_where_it_is_trained_on_o
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     batch = "batch={global: 4, micro: 2, sequence: 1}"
     wanted = ("ddp", model, batch, "cluster.preset=h100-8", "train.steps=4")
-    (end, _) = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    (end, _) = sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run")
     assert "verdict: holds" in end.output, end.output + end.error
 
 

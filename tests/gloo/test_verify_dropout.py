@@ -14,8 +14,8 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.protocol import Verification
 from ptrain.verification.references import NOTE
-from tests.gloo.context_cases import spec_of
-from tests.gloo.verify_runs import verified
+from tests.gloo.context_cases import context_spec
+from tests.gloo.verify_runs import verify_spec
 from tests.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.gloo
@@ -44,8 +44,8 @@ def over_data(model: dict[str, Any], **sections: Any) -> Spec:
     "spec",
     [
         over_data(own("module")),
-        nightly(spec_of("zigzag", own=own("module"))),
-        nightly(spec_of("ring", own=own("flat"), other={"dp_shard": "zero3"})),
+        nightly(context_spec("zigzag", own=own("module"))),
+        nightly(context_spec("ring", own=own("flat"), other={"dp_shard": "zero3"})),
         nightly(over_data(own("channels"))),
         nightly(over_data({"target": "tests.models_foreign:dropping"}, mesh={"dp_shard": 2},
                           placement={"dp_shard": "zero3"})),
@@ -53,7 +53,7 @@ def over_data(model: dict[str, Any], **sections: Any) -> Spec:
     ids=["ddp", "zigzag", "ring and zero3", "channels", "within attention"],
 )  # fmt: skip
 def test_what_torch_drops_is_switched_off_on_both_sides(ranks: Ranks, spec: Spec) -> None:
-    result: Verification = ranks.run(spec.world_size, verified, spec, REQUEST)[0]
+    result: Verification = ranks.run(spec.world_size, verify_spec, spec, REQUEST)[0]
     assert result.holds, [check for check in result.checks if not check.holds]
     assert NOTE in result.notes
 
@@ -62,4 +62,4 @@ def test_what_torch_drops_is_switched_off_on_both_sides(ranks: Ranks, spec: Spec
 def test_what_draws_by_itself_is_refused_by_its_name(ranks: Ranks, kind: str) -> None:
     words = "model.target: drop of tests.models_sliced:dropping draws random numbers by itself"
     with pytest.raises(RankError, match=words):
-        ranks.run(2, verified, over_data(own(kind)), REQUEST)
+        ranks.run(2, verify_spec, over_data(own(kind)), REQUEST)

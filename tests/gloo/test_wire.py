@@ -20,7 +20,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import facts_of
-from tests.gloo.runs import judged, train
+from tests.gloo.runs import expected_estimates, train_on_rank
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -67,7 +67,7 @@ def test_the_kernel_counts_what_was_predicted(
     ranks: Ranks, strategy: str, size: int, via: str
 ) -> None:
     spec = spec_of(strategy, size, via)
-    reports = ranks.run(size, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    reports = ranks.run(size, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
     exact = derive(spec, facts_of(spec)).exact
@@ -106,10 +106,10 @@ def test_the_kernel_counts_what_was_predicted_of_rows_that_travel_to_experts(
 ) -> None:
     """Without a capacity by what the routers chose in the measured step."""
     spec = require_runnable(load(strategy, (*ROUTED, *more)))
-    reports = ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    reports = ranks.run(4, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
-    exact = judged(derive(spec, facts_of(spec)), reports, MEASURED_STEP)
+    exact = expected_estimates(derive(spec, facts_of(spec)), reports, MEASURED_STEP)
     rows = wire_rows(exact, measured)
     assert [row.axes for row in rows] == [("ep",)]
     assert 0 < rows[0].measured_bytes / rows[0].predicted_bytes - 1 < TOLERANCE

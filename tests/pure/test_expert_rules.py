@@ -25,7 +25,7 @@ from ptrain.spec.placement import MODES, Axis, Placement, R, axes_named
 from ptrain.spec.routing import parse_histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of
 
 ADAMW, STATELESS = OptimizerSpec(name="adamw"), OptimizerSpec(name="sgd")
@@ -85,7 +85,7 @@ def test_experts_that_cannot_be_are_refused(changes, place, finding, remedy):
 
 @pytest.mark.parametrize("model", ["capacity", "balanced"])
 def test_routers_of_slices_of_the_tokens_are_legal(model):
-    assert spec_of(model, {"cp": "R,R,R,S"}).model == spec_of(model).model
+    assert expert_spec(model, {"cp": "R,R,R,S"}).model == expert_spec(model).model
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_token_is_multiplied_with_the_experts_it_goes_to():
 
 def test_muon_waits_for_matrices_that_share_a_tensor():
     with pytest.raises(SpecError) as refused:
-        spec_of("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
+        expert_spec("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
     fault = refused.value.faults[0]
     assert fault.place == "optimizer.name" and "muon for experts" in fault.finding
 

@@ -25,7 +25,7 @@ from ptrain.spec.block import Activation, Router
 from ptrain.spec.model import ModelShape
 from ptrain.steps.step import BalanceExperts, CreateMesh
 from ptrain.traces.facts import read_facts
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.pure.build import ODD_SHAPE
 
 SHAPE = replace(
@@ -149,7 +149,7 @@ def test_the_product_group_by_group_is_torchs_own(dtype: torch.dtype):
 def test_no_size_depends_on_where_tokens_go(factor: float | None, compute: str | None):
     shape = {"capacity_factor": factor} if factor else {}
     precision = {"layout": "fp32", **({"compute": compute} if compute else {})}
-    facts = read_facts(spec_of("top-2", shape=shape, precision=precision))
+    facts = read_facts(expert_spec("top-2", shape=shape, precision=precision))
     assert not facts.by_data and not facts.untraced and facts.timeline is not None
 
 

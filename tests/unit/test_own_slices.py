@@ -14,7 +14,7 @@ from ptrain.facts.model import AttentionFacts
 from ptrain.models.facts import attending_of
 from ptrain.models.initialize import accept_module, build_model, cast_module
 from ptrain.spec.spec import Spec
-from tests.gloo.context_cases import HYBRID, spec_of
+from tests.gloo.context_cases import HYBRID, context_spec
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -56,7 +56,7 @@ def refusal(spec: Spec) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "ulysses"])
 def test_models_of_transformers_go_by_the_positions_that_they_are_given(attention: str) -> None:
-    attending = looked_at(spec_of(attention, own=hf("llama", TINY)))
+    attending = looked_at(context_spec(attention, own=hf("llama", TINY)))
     assert [module.name for module in attending.modules] == [
         "model.layers.0.self_attn",
         "model.layers.1.self_attn",
@@ -78,7 +78,7 @@ def test_models_of_transformers_go_by_the_positions_that_they_are_given(attentio
     ],
 )  # fmt: skip
 def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
-    assert len(looked_at(spec_of("zigzag", own=hf(name, config))).modules) == 2
+    assert len(looked_at(context_spec("zigzag", own=hf(name, config))).modules) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,21 +100,21 @@ def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
 def test_a_model_of_transformers_that_does_not_is_refused_by_name(
     name: str, config: dict[str, Any], words: str
 ) -> None:
-    _, finding, remedy = refusal(spec_of("ring", own=hf(name, config)))
+    _, finding, remedy = refusal(context_spec("ring", own=hf(name, config)))
     assert words in finding and remedy
 
 
 def test_a_window_that_holds_the_whole_sample_hides_nothing() -> None:
-    assert looked_at(spec_of("ring", own=hf("mistral", TINY | {"sliding_window": 17})))
+    assert looked_at(context_spec("ring", own=hf("mistral", TINY | {"sliding_window": 17})))
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
 def test_a_users_model_is_given_positions_by_an_argument(attention: str) -> None:
-    assert looked_at(spec_of(attention, own=own("placed"))).positions == "positions"
+    assert looked_at(context_spec(attention, own=own("placed"))).positions == "positions"
 
 
 def test_torchs_module_of_attention_is_one_too() -> None:
-    attending = looked_at(spec_of("zigzag", own=own("with_attention", kind="multihead")))
+    attending = looked_at(context_spec("zigzag", own=own("with_attention", kind="multihead")))
     assert [module.name for module in attending.modules] == [
         "layers.0.mixing.inner",
         "layers.1.mixing.inner",
@@ -123,7 +123,7 @@ def test_torchs_module_of_attention_is_one_too() -> None:
 
 def test_a_model_without_positions_needs_none() -> None:
     pairs = {"target": "tests.models_external:pairs"}
-    assert looked_at(spec_of("zigzag", own=pairs)).positions == ""
+    assert looked_at(context_spec("zigzag", own=pairs)).positions == ""
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_a_model_without_positions_needs_none() -> None:
 def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
     model: dict[str, Any], words: str
 ) -> None:
-    place, finding, remedy = refusal(spec_of("ring", degree=2, own=model))
+    place, finding, remedy = refusal(context_spec("ring", degree=2, own=model))
     assert place == "model.target" and words in finding and "cp" in remedy
 
 
 def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     three = TINY | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
-    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
+    place, finding, remedy = refusal(context_spec(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
     assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
     assert remedy == "Use {ulysses: 1, ring: 4}, or `context.attention=zigzag`."
@@ -162,7 +162,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
 def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
     transformers = pytest.importorskip("transformers")
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    spec = accept_module(module, spec_of("zigzag", own=hf("llama", TINY)))
+    spec = accept_module(module, context_spec("zigzag", own=hf("llama", TINY)))
     attending = attending_of(module, spec)
     assert attending is not None and attending.positions == "position_ids"
     require_slices(module, spec, attending)
@@ -175,7 +175,7 @@ def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_name
 def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
     attention: str, kind: str
 ) -> None:
-    names = looked_at(spec_of(attention, own=own("dropping", kind=kind))).dropping
+    names = looked_at(context_spec(attention, own=own("dropping", kind=kind))).dropping
     assert names == ("drop", "")
 
 
@@ -191,7 +191,7 @@ def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
     ],
 )
 def test_what_draws_otherwise_is_refused_by_its_module(kind: str, words: str) -> None:
-    place, finding, remedy = refusal(spec_of("ring", own=own("dropping", kind=kind)))
+    place, finding, remedy = refusal(context_spec("ring", own=own("dropping", kind=kind)))
     assert place == "model.target"
     assert words in finding
     assert remedy.startswith(
