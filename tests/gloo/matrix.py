@@ -25,7 +25,7 @@ from ptrain.verification.tolerances import derive_fp64_tolerances, plan_referenc
 from tests.gloo.band import loss_band
 from tests.gloo.recording import checks_of_kind, count_text, relative_difference
 from tests.gloo.runs import expected_estimates, train_on_rank
-from tests.gloo.test_exact import failing
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances, one_device
 from tests.trajectories import compare as compare_runs
@@ -161,7 +161,7 @@ class Matrix:
         if self.simulates and is_run_in_full:
             result = replace(result, simulated=compare_simulation(spec))
         self.results.append(result)
-        return failing((*result.checks, *result.against, *result.simulated))
+        return failed_checks((*result.checks, *result.against, *result.simulated))
 
     def write(self) -> list[Path]:
         """Write all pages."""

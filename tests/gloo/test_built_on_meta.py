@@ -1,4 +1,4 @@
-"""A model that its function builds on meta trains on ranks as it does on one device."""
+"""A model that its function builds on the meta device trains on ranks like on one device."""
 
 from __future__ import annotations
 

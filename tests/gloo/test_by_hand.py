@@ -1,4 +1,4 @@
-"""The loops that benchmarks hold ptrain against train the same thing."""
+"""The hand-written loops of the benchmarks train the same model as ptrain."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SMALL = (
 )
 
 
-def losses(name: str, steps: int) -> list[tuple[float, float]]:
-    """This rank's shares: ptrain's, and those of the loop by hand."""
+def losses_by_loop(name: str, steps: int) -> list[tuple[float, float]]:
+    """Return this rank's loss shares of ptrain and of the hand-written loop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         import _by_hand
@@ -40,7 +40,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_masters_gathered_in_bf16_train_to_the_bit_as_fsdp2_by_hand(ranks: Ranks) -> None:
-    of_ranks = ranks.run(2, losses, "fsdp-mixed", 6)
+    of_ranks = ranks.run(2, losses_by_loop, "fsdp-mixed", 6)
     assert all(own == other for of_rank in of_ranks for own, other in of_rank)
     totals = [sum(own for own, _ in of_step) for of_step in zip(*of_ranks, strict=True)]
     assert totals[-1] < totals[0]

@@ -1,4 +1,4 @@
-"""A calibration of few points on two ranks."""
+"""A calibration with few points on two ranks."""
 
 from __future__ import annotations
 

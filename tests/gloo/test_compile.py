@@ -1,5 +1,5 @@
-"""Compiled blocks on every kind of mesh: gradients, programs and traffic are those of the eager
-step, and peaks are as predicted and simulated."""
+"""Compiled blocks on every kind of mesh have the gradients, programs and traffic of the eager step,
+and the predicted and simulated peaks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def spec_of(row: str, *more: str) -> Spec:
+def compiled_spec(row: str, *more: str) -> Spec:
     name, *overrides = ROWS[row]
     return require_runnable(load(name, [*SMALL, *overrides, *more]))
 
@@ -75,9 +75,9 @@ def traffic(estimate: Estimate) -> dict[Any, tuple[int, int]]:
 def test_compiled_blocks_have_the_gradients_and_the_traffic_of_eager_ones(
     ranks: Ranks, row: str
 ) -> None:
-    compiled = spec_of(row, "compile=block")
+    compiled = compiled_spec(row, "compile=block")
     pairs = ranks.run(
-        compiled.world_size, run_pair, spec_of(row), compiled, "aot_eager", timeout=600.0
+        compiled.world_size, run_pair, compiled_spec(row), compiled, "aot_eager", timeout=600.0
     )
     for pair in pairs:
         assert pair.difference <= 1e-12 and pair.without_gradient == 0
@@ -93,13 +93,15 @@ def test_compiled_blocks_have_the_gradients_and_the_traffic_of_eager_ones(
     [pytest.param(row, marks=() if row == "zero1" else pytest.mark.nightly) for row in ROWS],
 )
 def test_compiled_blocks_are_predicted_and_simulated_to_the_byte(ranks: Ranks, row: str) -> None:
-    spec = spec_of(row, "compile=block")
+    spec = compiled_spec(row, "compile=block")
     exact = derive(spec, facts_of(spec)).exact
     last = spec.world_size - 1
     checks = compare_estimates(exact.of_rank(last), simulate(spec, last).estimate)
     assert any(check.name.startswith("peak") for check in checks)
     assert not [check for check in checks if check.predicted != check.measured]
-    pairs = ranks.run(spec.world_size, run_pair, spec_of(row), spec, "inductor", timeout=600.0)
+    pairs = ranks.run(
+        spec.world_size, run_pair, compiled_spec(row), spec, "inductor", timeout=600.0
+    )
     for rank, pair in enumerate(pairs):
         assert pair.difference <= 1e-12
         for row_of in pair.compiled.measured.peak:

@@ -1,5 +1,5 @@
-"""Composed models on every axis: what they hold and send is what was predicted, and in fp64 they
-train as one device does."""
+"""Composed models on every axis have the predicted memory and traffic, and train like one device in
+fp64."""
 
 from __future__ import annotations
 

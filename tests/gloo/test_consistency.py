@@ -1,5 +1,5 @@
-"""State consistency in running programs: what differs on one rank is named, and nothing is where
-nothing does."""
+"""State consistency in running programs: a difference on one rank is reported by name, and no
+difference is reported without one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SMALL = (
 REPLICAS = ("mesh={dp_replicate: 4}", *SMALL)
 
 
-def spec_of(name: str, *overrides: str) -> Spec:
+def consistency_spec(name: str, *overrides: str) -> Spec:
     return require_runnable(load(name, overrides or SMALL))
 
 
 def strategies() -> list[Any]:
-    """Every wrap by one that has replicas of several kinds; the others are nightly."""
+    """Yield one strategy with several kinds of replicas per wrapper; the others are nightly."""
     by_default = {"hsdp", "tp-dp"}
     return [
         pytest.param(name, marks=() if name in by_default else (pytest.mark.nightly,))
@@ -49,8 +49,8 @@ def strategies() -> list[Any]:
     ]
 
 
-def small(name: str, *more: str) -> Spec:
-    """The strategy with a small model, of as many layers as stages need."""
+def small_spec(name: str, *more: str) -> Spec:
+    """Return the strategy's spec with a small model that has enough layers for all stages."""
     own = load(name).spec
     has_stages = own.degree(Axis.PP) > 1
     layers = 8 if has_stages else 2
@@ -62,7 +62,7 @@ def small(name: str, *more: str) -> Spec:
 
 @pytest.mark.parametrize("name", strategies())
 def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
-    spec = small(name)
+    spec = small_spec(name)
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.shared
@@ -74,7 +74,7 @@ def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fp32"])
 def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
     try:
-        spec = small(name, f"precision.layout={layout}")
+        spec = small_spec(name, f"precision.layout={layout}")
     except PtrainError:
         pytest.skip(f"{name} is not executed in {layout}")
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
@@ -86,7 +86,7 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
 def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     within = 0.0 if load(name).spec.degree(Axis.CP) > 1 else 0.1
     gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "
-    spec = small(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
+    spec = small_spec(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.draws
@@ -96,7 +96,7 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     "name", [pytest.param(each.values[0], marks=each.marks) for each in strategies()]
 )
 def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> None:
-    spec = small(name)
+    spec = small_spec(name)
     for seen in ranks.run(spec.world_size, train_and_check_collectives, spec, 2):
         assert not seen.mismatches
         assert seen.shared
@@ -113,7 +113,7 @@ def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
     ranks: Ranks, subject: Subject, name: str, bit: int
 ) -> None:
     for seen in ranks.run(
-        4, train_and_check, spec_of("ddp", *REPLICAS), 3, flip_bit(subject, name, bit, 2)
+        4, train_and_check, consistency_spec("ddp", *REPLICAS), 3, flip_bit(subject, name, bit, 2)
     ):
         (mismatch,) = seen.mismatches
         assert (mismatch.subject, mismatch.name, mismatch.rank) == (subject, name, 2)
@@ -138,7 +138,7 @@ GPT = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout:
 def test_the_axis_is_named_along_which_a_tensor_has_copies(
     ranks: Ranks, name: str, more: tuple[str, ...], tensor: str, axis: str
 ) -> None:
-    spec = small(name, *more)
+    spec = small_spec(name, *more)
     fault = flip_bit(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3, fault):
         assert len({mismatch.rank for mismatch in seen.mismatches}) == 2  # which, two cannot say
@@ -167,7 +167,7 @@ def test_what_departs_is_named_by_state_and_factor(
     ranks: Ranks, fault: runs.Fault, subject: Subject, factor: str, more: tuple[str, ...]
 ) -> None:
     constant = "optimizer.schedule={warmup: 0}"
-    spec = spec_of("ddp", *REPLICAS, constant, *more)
+    spec = consistency_spec("ddp", *REPLICAS, constant, *more)
     for seen in ranks.run(4, train_and_check, spec, 3, fault):
         assert seen.root_cause is not None
         assert (seen.root_cause.state, seen.root_cause.factor) == (subject, factor)
@@ -192,7 +192,7 @@ PER_TENSOR = ("overlap=none", "bucket=per-tensor")
 def test_a_call_that_differs_on_one_rank_is_named(
     ranks: Ranks, fault: runs.Fault, told: str, way: DifferenceKind
 ) -> None:
-    spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
+    spec = consistency_spec("ddp", *REPLICAS, *PER_TENSOR)
     for seen in ranks.run(4, train_and_check_collectives, spec, 3, fault):
         first = seen.mismatches[0]
         assert (first.subject, first.rank, first.step) == (Subject.COLLECTIVE, 1, 2)
@@ -202,7 +202,9 @@ def test_a_call_that_differs_on_one_rank_is_named(
 
 
 def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
-    for seen in ranks.run(4, train_and_check_collectives, small("tp-dp"), 3, runs.skip_first_sum):
+    for seen in ranks.run(
+        4, train_and_check_collectives, small_spec("tp-dp"), 3, runs.skip_first_sum
+    ):
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.factor) == ("dp_replicate", "is not called")
         assert seen.root_cause.ranks == (1, 3)

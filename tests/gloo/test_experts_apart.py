@@ -1,5 +1,5 @@
-"""Ranks with experts of their own compute what one device computes, cost what is predicted to the
-byte where routing decides no size, and leave checkpoints that any other ranks go on from."""
+"""Expert-parallel ranks compute the result of one device, have exactly the predicted cost if
+routing decides no size, and leave checkpoints that other meshes load."""
 
 from __future__ import annotations
 
@@ -73,37 +73,40 @@ TIERED = ("S*,S,S*,R", "R,S*,R,R", "O,O,O,R", "S*,O,S,R")
 STEPS = 2
 
 
-def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
-    """Those that do not run by default run at night."""
+def nightly_except(cases: list[Any], default: Collection[Any]) -> list[Any]:
+    """Mark all cases that are not in the default run as nightly."""
     nightly = pytest.mark.nightly
     return [case if case in default else pytest.param(*case, marks=nightly) for case in cases]
 
 
 @pytest.mark.parametrize(
     ("model", "rest"),
-    some([*product(APART, REST)], (("latent", "zero3"),)),
+    nightly_except([*product(APART, REST)], (("latent", "zero3"),)),
 )
-def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
+def test_ep_alone_is_exact_and_equals_one_device(ranks: Ranks, model: str, rest: str) -> None:
     assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}))
 
 
-def products() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield what stands beside ep with each tuple of the rest, the models in turn."""
+def product_cases() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield ep with every other axis and every tuple for the dense parameters, rotating the
+    models."""
     models = cycle(APART)
     for rest, beside in product(REST, BESIDE):
         yield next(models), rest, beside
 
 
-PRODUCTS = [*products()]
+PRODUCTS = [*product_cases()]
 OTHERS = [case for case in product(APART, REST, BESIDE) if case not in PRODUCTS]
 
 
 @pytest.mark.parametrize(
     ("model", "rest", "beside"),
-    some(PRODUCTS, [case for case in PRODUCTS if case[1:] == ("zero3", BESIDE[3])]),
+    nightly_except(PRODUCTS, [case for case in PRODUCTS if case[1:] == ("zero3", BESIDE[3])]),
     ids=str,
 )
-def test_on_two_axes(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
+def test_ep_with_another_axis_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, rest: str, beside: dict[str, str]
+) -> None:
     accumulate = 4 if "pp" in beside else 2
     spec = expert_spec(model, beside | {"ep": REST[rest]}, accumulate=accumulate)
     assert not MATRIX.differences(ranks, spec)
@@ -111,31 +114,35 @@ def test_on_two_axes(ranks: Ranks, model: str, rest: str, beside: dict[str, str]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "rest", "beside"), OTHERS, ids=str)
-def test_of_every_model_on_two_axes(
+def test_ep_with_another_axis_is_exact_for_every_model(
     ranks: Ranks, model: str, rest: str, beside: dict[str, str]
 ) -> None:
-    test_on_two_axes(ranks, model, rest, beside)
+    test_ep_with_another_axis_is_exact_and_equals_one_device(ranks, model, rest, beside)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("beside", TWO_BESIDE, ids=str)
 @pytest.mark.parametrize("rest", ["zero2", "zero3"])
 @pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
-def test_on_eight_ranks(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
-    test_on_two_axes(ranks, model, rest, beside)
+def test_ep_on_eight_ranks_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, rest: str, beside: dict[str, str]
+) -> None:
+    test_ep_with_another_axis_is_exact_and_equals_one_device(ranks, model, rest, beside)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rest", ["ddp", "zero3"])
 @pytest.mark.parametrize("model", ["top-1", "top-2", "capacity-top-1", "balanced"])
-def test_on_four_ranks(ranks: Ranks, model: str, rest: str) -> None:
+def test_ep_on_four_ranks_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, rest: str
+) -> None:
     assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}, degrees={"ep": 4}))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"])
 @pytest.mark.parametrize("model", ["deep", "capacity-top-1"])
-def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
+def test_ep_with_pp_is_exact_and_equals_one_device(ranks: Ranks, model: str, schedule: str) -> None:
     placement = {"pp": "S,S,S,R", "ep": REST["zero2"]}
     spec = expert_spec(model, placement, accumulate=4, pipeline={"schedule": schedule})
     assert not MATRIX.differences(ranks, spec)
@@ -151,7 +158,7 @@ def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
     ],
     ids=str,
 )
-def test_with_activations_kept_otherwise(
+def test_ep_with_every_activation_mode_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, rest: str, kept: dict[str, Any]
 ) -> None:
     assert not MATRIX.differences(ranks, expert_spec(model, {"ep": REST[rest]}, **kept))
@@ -159,7 +166,7 @@ def test_with_activations_kept_otherwise(
 
 @pytest.mark.parametrize(
     ("model", "more", "beside"),
-    some(
+    nightly_except(
         [
             *product(("top-2", "capacity-top-1"), ({}, {"activations": "M"}), ({},)),
             ("top-2", {"activations": "M", "recompute": "selective"}, {}),
@@ -170,7 +177,7 @@ def test_with_activations_kept_otherwise(
     ),
     ids=str,
 )
-def test_with_shared_experts_while_rows_travel(
+def test_shared_experts_overlap_with_the_exchange(
     ranks: Ranks, model: str, more: dict[str, Any], beside: dict[str, str]
 ) -> None:
     spec = expert_spec(model, beside | {"ep": REST["zero3"]}, accumulate=4, **OVERLAP, **more)
@@ -179,21 +186,23 @@ def test_with_shared_experts_while_rows_travel(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("states", TIERED)
-def test_with_states_of_the_rest_elsewhere(ranks: Ranks, states: str) -> None:
+def test_ep_with_offloaded_dense_states_is_exact_and_equals_one_device(
+    ranks: Ranks, states: str
+) -> None:
     assert not MATRIX.differences(ranks, expert_spec("top-2", {"ep": states}))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["bf16", "zero16", "fsdp-mixed"])
 @pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
-def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:
+def test_ep_in_true_dtypes_is_exact(ranks: Ranks, model: str, layout: str) -> None:
     states = "M,S,S,R" if layout == "fsdp-mixed" else REST["zero3"]
     spec = expert_spec(model, {"ep": states}, precision={"layout": layout})
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
-def test_masters_of_what_is_made_of_them(ranks: Ranks) -> None:
+def test_ep_with_parameters_cast_from_masters_is_exact(ranks: Ranks) -> None:
     placement = {"dp_shard": "M,S,S,R", "ep": "M,S,S,R"}
     precision = {"layout": "fsdp-mixed", "compute": "fp64"}
     assert not MATRIX.differences(ranks, expert_spec("top-2", placement, precision=precision))
@@ -201,26 +210,28 @@ def test_masters_of_what_is_made_of_them(ranks: Ranks) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("experts", [2, 6])
-def test_experts_that_shards_do_not_divide(ranks: Ranks, experts: int) -> None:
+def test_experts_that_shards_do_not_divide_are_exact_and_equal_one_device(
+    ranks: Ranks, experts: int
+) -> None:
     placement = {"dp_shard": "zero3", "ep": REST["zero3"]}
     assert not MATRIX.differences(
         ranks, expert_spec("top-2", placement, shape={"experts": experts})
     )
 
 
-def trained(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Return the state in full after some steps, which are saved to `folder`, and then the losses
-    of the next samples: of an evaluation, and of a step."""
+def train_and_save(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Save a checkpoint to `folder` after some steps. Return the full state, and the losses of an
+    evaluation and a step on the next samples."""
     program = interpret(spec, world=World.join(spec.timeout))
     for index in range(STEPS):
         program.forward_backward(local_batch(program, open_corpus(spec.data), index))
         program.step(1e-3)
     checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
-    return whole(program), *losses(program)
+    return full_state(program), *losses(program)
 
 
-def loaded(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Return the same of a program that loads what was saved."""
+def load_and_continue(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Load the checkpoint and return what `train_and_save` returns."""
     program = interpret(spec, world=World.join(spec.timeout))
     exchange = Exchange(program.world)
     path, saved, _ = checkpoint.find_newest_sound(
@@ -228,7 +239,7 @@ def loaded(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, flo
     )
     assert path is not None and saved is not None
     checkpoint.load(program, path, saved, exchange)
-    return whole(program), *losses(program)
+    return full_state(program), *losses(program)
 
 
 def losses(program: Program) -> tuple[float, float]:
@@ -238,8 +249,8 @@ def losses(program: Program) -> tuple[float, float]:
     return evaluated, stepped
 
 
-def whole(program: Program) -> dict[str, torch.Tensor]:
-    """Every tensor of the state in full, as a checkpoint names it."""
+def full_state(program: Program) -> dict[str, torch.Tensor]:
+    """Return every full tensor of the state under its name in checkpoints."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in leaves(program.state_dict())
@@ -286,8 +297,8 @@ def check_checkpoint(
     first, then = (
         expert_spec(model, states, shape=shape, batch=batch) for states in (saved, resumed)
     )
-    before = ranks.run(first.world_size, trained, first, str(tmp_path))[0]
-    after = ranks.run(then.world_size, loaded, then, str(tmp_path))[0]
+    before = ranks.run(first.world_size, train_and_save, first, str(tmp_path))[0]
+    after = ranks.run(then.world_size, load_and_continue, then, str(tmp_path))[0]
     assert before[0].keys() == after[0].keys()
     for name, value in before[0].items():
         assert torch.equal(after[0][name], value), name

@@ -1,5 +1,5 @@
-"""Ranks with experts of their own, of models that are not built in: those of transformers and a
-user's compute what one device computes, and cost what is predicted, to the byte."""
+"""Expert-parallel models of transformers and of users compute the result of one device at exactly
+the predicted cost."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ KEPT: tuple[dict[str, Any], ...] = (
 BY_DEFAULT = (("mixtral", "zero3", {}), ("own", "zero2", {}))
 
 
-def spec_of(model: str, placement: dict[str, str], **sections: Any) -> Spec:
-    """Two ranks along each axis."""
+def expert_parallel_spec(model: str, placement: dict[str, str], **sections: Any) -> Spec:
+    """Return a spec with two ranks along each axis."""
     samples = 4 if "pp" in placement else 2
     for axis in ("dp_replicate", "dp_shard", "ep"):
         samples *= 2 if axis in placement else 1
@@ -90,32 +90,36 @@ CASES = [
     ],
     ids=str,
 )
-def test_on_ranks(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, beside | {"ep": REST[rest]}))
+def test_user_experts_on_ranks_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, rest: str, beside: dict[str, str]
+) -> None:
+    assert not MATRIX.differences(ranks, expert_parallel_spec(model, beside | {"ep": REST[rest]}))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("beside", REHEARSED, ids=str)
 @pytest.mark.parametrize("model", ["mixtral", "qwen2_moe"])
-def test_in_stages_and_on_slices_of_tokens(
+def test_user_experts_with_pp_and_cp_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, beside: dict[str, str]
 ) -> None:
-    assert not run_spec(ranks, spec_of(model, beside | {"ep": REST["zero2"]})).failed
+    assert not run_spec(ranks, expert_parallel_spec(model, beside | {"ep": REST["zero2"]})).failed
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("model", ["mixtral", "own"])
-def test_kept_or_computed_otherwise(ranks: Ranks, model: str, kept: dict[str, Any]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST["zero3"]}, **kept))
+def test_user_experts_with_other_options_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, kept: dict[str, Any]
+) -> None:
+    assert not MATRIX.differences(ranks, expert_parallel_spec(model, {"ep": REST["zero3"]}, **kept))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rest", ["ddp", "zero3"])
-def test_what_experts_select_by_themselves_is_unknown_and_all_else_as_predicted(
+def test_data_dependent_experts_have_an_unknown_peak_and_exact_other_figures(
     ranks: Ranks, rest: str
 ) -> None:
-    spec = spec_of("own-loop", {"ep": REST[rest]})
+    spec = expert_parallel_spec("own-loop", {"ep": REST[rest]})
     exact = derive(spec, facts_of(spec)).exact
     assert {"activations", "peak"} <= set(exact.undefined)
     assert "the rows of other ranks have no known bound" in exact.undefined["peak"]

@@ -1,5 +1,5 @@
-"""The world is an argument: the same `interpret` runs on fake ranks with fake tensors, and what it
-does there is what was predicted."""
+"""`interpret` takes the world as an argument: on fake ranks with fake tensors it does what was
+predicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEADY = 2
 
 
 def _run(spec: Spec, rank: int) -> Estimate:
-    """Three steps as rank `rank` of a world that has no other ranks and no values."""
+    """Run three steps as rank `rank` of a world without other ranks or values."""
     world = fake_world(rank, spec.world_size)
     source = open_corpus(spec.data)
     with FakeTensorMode() as mode:

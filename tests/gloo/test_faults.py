@@ -1,4 +1,4 @@
-"""A rank that dies or stops in mid-step ends the job soon, is named, and no process is left."""
+"""A rank that dies or hangs in a step ends the job soon and is named, and no process is left."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ TORCHS = "torch.distributed.run"
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3", *FOREVER)
 
 
-def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float]:
-    """Signal a rank in mid-training; the exit code of the job and the seconds until it ended."""
+def signal_rank(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float]:
+    """Signal a rank during training; return the exit code of the job and the seconds until it
+    ended."""
     job.until("step 3/")
     ranks = job.ranks()
     assert set(ranks) == {0, 1}
@@ -48,7 +49,7 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_and_ends_the_job(tmp_path, rank, number):
     with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
-        code, seconds = strike(job, rank, number)
+        code, seconds = signal_rank(job, rank, number)
     assert code == 3
     assert seconds < 30
     assert f"rank {rank} was " in job.error
@@ -59,17 +60,17 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_ends_the_job(tmp_path, ra
 @pytest.mark.nightly
 def test_a_rank_that_is_killed_under_torchrun_ends_the_job(tmp_path):
     with jobs.job(TORCHRUN, cwd=tmp_path, module="torch.distributed.run") as job:
-        code, seconds = strike(job, 1, signal.SIGKILL)
+        code, seconds = signal_rank(job, 1, signal.SIGKILL)
     assert code != 0
     assert seconds < 60
 
 
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_under_torchrun_ends_the_job(tmp_path):
-    """Its peers notice after `timeout.step`; the agent then waits half a minute of its own."""
+    """Its peers notice after `timeout.step`; the agent then waits 30 seconds more."""
     arguments = [*TORCHRUN, "timeout.step=8"]
     with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
-        code, seconds = strike(job, 1, signal.SIGSTOP)
+        code, seconds = signal_rank(job, 1, signal.SIGSTOP)
     assert code != 0
     assert seconds < 60
 

@@ -1,5 +1,5 @@
-"""Failures that were reported in the field, and faults on somebody else's wrapping, are named; each
-script with its fix holds."""
+"""Failures reported in the field, and faults in scripts for other wrappers, are named; each fixed
+script holds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
+def test_the_fixed_script_holds(ranks: Ranks, name: str) -> None:
     told = ranks.run(2, stories.run_story, name, False)
     assert all(verdict["holds"] for verdict in told), told[0]["text"]
 

@@ -1,4 +1,4 @@
-"""A message about values that are not finite names the rank that made them, and where."""
+"""A message about non-finite values names the rank and the place where they originated."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
 WHOLE = ("batch.accumulate=1", "batch.micro=4")
 
 
-def test_where_backward_updates_the_rank_of_the_loss_is_named(
+def test_updates_in_backward_name_the_rank_of_the_loss(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
     words = (*job("zero1", 2, tokens), *model("loss"), *WHOLE, "optimizer.clip=null")
@@ -113,7 +113,7 @@ PLANTED = "blocks.1.attention.value"
 SHAPE = "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}"
 
 
-def planted(words: tuple[str, ...], first: int, most: int) -> sessions.RankResult:
+def train_with_fault(words: tuple[str, ...], first: int, most: int) -> sessions.RankResult:
     """Train on this rank. On rank 1 PLANTED returns nan from call `first` on (from 1), and on all
     ranks it raises after `most` calls."""
 
@@ -145,16 +145,16 @@ def test_a_rank_that_only_received_the_value_is_not_named(
 ) -> None:
     sizes = (SHAPE, f"data.path={tokens}", "batch.global=4", "batch.micro=2", "batch.sequence=8")
     words = ("tp", *sizes, "train.steps=3", "--run-dir", str(tmp_path / "run"))
-    for end in ranks.run(2, planted, words, 3, 99):  # the second step of two micro-batches
+    for end in ranks.run(2, train_with_fault, words, 3, 99):  # the second step of two micro-batches
         place = f"{PLANTED} has nan in 128 of 128 elements"
         assert f"first on rank 1, micro-batch 1 of 2: the output of {place}\n" in end.error
 
 
-def test_a_step_that_fails_when_it_is_computed_again_is_not_blamed_on_a_device(
+def test_a_step_that_fails_again_on_replay_is_not_blamed_on_a_device(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
     words = (*job("ddp", 2, tokens, SHAPE), "--run-dir", str(tmp_path / "run"))
-    for end in ranks.run(2, planted, words, 3, 4):  # the second step of two micro-batches
+    for end in ranks.run(2, train_with_fault, words, 3, 4):  # the second step of two micro-batches
         assert end.code == 4
         assert "step 2: the loss is nan\n  the loss is not finite on rank 1; " in end.error
         assert "recomputing the step failed on rank " in end.error

@@ -1,5 +1,5 @@
-"""Flat units to the byte: what a step keeps, sends and copies between tiers, and its peaks within a
-few scalars (2 % is what is claimed; nothing that grows with the model may hide in it)."""
+"""Flat units to the byte: memory, traffic and copies between tiers are exact, and peaks are within
+a few scalars (2 % is claimed; nothing that grows with the model may hide in it)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptrain.traces.facts import facts_of
 from ptrain.train.probe import FIRST_STEADY
 from tests.gloo.rows import ROWS, Setting, default_setting, pairwise_settings
 from tests.gloo.runs import train_on_rank
-from tests.gloo.test_exact import failing
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -40,26 +40,26 @@ CHOSEN = (
 
 
 def is_flat(setting: Setting) -> bool:
-    """Whether no part of torch executes it."""
+    """Return True if no torch wrapper executes the plan."""
     spec = setting.spec()
     return isinstance(lower(spec, facts_of(spec)).wrap, FlatUnits)
 
 
 def differences(ranks: Ranks, setting: Setting) -> list[str]:
-    """What is not exact, said of the setting."""
+    """Return the checks that differ, with the setting's name."""
     try:
-        found = inexact(ranks, setting.spec())
+        found = inexact_checks(ranks, setting.spec())
     except AssertionError as error:
         found = [str(error)[-1500:]]
     return [f"{setting}: {line}" for line in found]
 
 
-def inexact(ranks: Ranks, spec: Spec) -> list[str]:
-    """Rows that are not exact, and peaks that are off by more than scalars."""
+def inexact_checks(ranks: Ranks, spec: Spec) -> list[str]:
+    """Return rows that are not exact, and peaks that differ by more than scalars."""
     reports = ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     exact = derive(spec, facts_of(spec)).exact
-    found = failing(compare_estimates(exact, measured))
+    found = failed_checks(compare_estimates(exact, measured))
     peaks = {(row.phase, row.rank): row.device_bytes for row in measured.peak}
     for row in exact.peak:
         if abs(row.device_bytes - peaks[row.phase, row.rank]) > SCALARS:
@@ -71,12 +71,12 @@ def inexact(ranks: Ranks, spec: Spec) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "fsdp-offload"])
-def test_norms_of_tensors_that_are_taken_row_by_row_are_predicted(ranks: Ranks, name: str) -> None:
-    """The rows' model has no tensor so long; the strategies' own has."""
+def test_row_by_row_norms_of_long_tensors_are_predicted(ranks: Ranks, name: str) -> None:
+    """The strategies' model has such a long tensor; the rows' model does not."""
     small = ["model.layers=2", "batch={global: 4, micro: 1, sequence: 32}"]
     spec = require_runnable(load(name, small))
     assert max(tensor.numel for tensor in facts_of(spec).tensors) > 2 * LONG_NORM
-    assert not inexact(ranks, spec)
+    assert not inexact_checks(ranks, spec)
 
 
 @pytest.mark.parametrize("setting", CHOSEN, ids=str)

@@ -1,5 +1,5 @@
-"""Models that plain torch wrapped, measured from outside: what a spec predicts of them holds, and
-a wrapper that does something else than was meant is told at the first steady step."""
+"""Models wrapped by torch, measured from outside: the prediction of a spec holds, and a wrapper
+that differs from the spec is reported at the first steady step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = (
 )  # fmt: skip
 
 
-def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
+def foreign_spec(strategy: str, size: int, accumulate: int = 1) -> Spec:
     axes = {"ddp": ("dp_replicate",), "hsdp": ("dp_replicate", "dp_shard")}
     chosen = axes.get(strategy, ("dp_shard",))
     overrides = [*SIZES, f"batch.global={2 * size * accumulate}"]
@@ -40,8 +40,8 @@ def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
     return require_runnable(load(strategy, tuple(overrides)))
 
 
-def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
-    """Nothing of ptrain but the model."""
+def wrap_with_torch(way: str, spec: Spec, size: int) -> nn.Module:
+    """Wrap the model with torch only."""
     model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if way == "ddp":
@@ -58,12 +58,12 @@ def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
 
 def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> Comparison:
     measurement = _measured(way, predicted, size, accumulate)
-    return compare(spec_of(predicted, size, accumulate), measurement)
+    return compare(foreign_spec(predicted, size, accumulate), measurement)
 
 
 def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measurement:
-    spec = spec_of(predicted, size, accumulate)
-    model = wrapped(way, spec, size)
+    spec = foreign_spec(predicted, size, accumulate)
+    model = wrap_with_torch(way, spec, size)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
@@ -83,7 +83,7 @@ def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measu
     return measurement
 
 
-def failing(checks: Iterable[Check]) -> list[str]:
+def failed_checks(checks: Iterable[Check]) -> list[str]:
     return [check.name for check in checks if not check.holds]
 
 
@@ -97,7 +97,7 @@ def failing(checks: Iterable[Check]) -> list[str]:
         ("hybrid", "hsdp", 4, 1),
     ],
 )
-def test_a_model_that_torch_wrapped_is_as_predicted(
+def test_a_model_wrapped_by_torch_is_predicted(
     ranks: Ranks, way: str, predicted: str, size: int, accumulate: int
 ) -> None:
     for rank, checks in enumerate(ranks.run(size, _checks, way, predicted, size, accumulate)):
@@ -107,9 +107,9 @@ def test_a_model_that_torch_wrapped_is_as_predicted(
             assert check.measured
 
 
-def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
+def test_replicas_instead_of_predicted_shards_are_reported(ranks: Ranks) -> None:
     for rank, checks in enumerate(ranks.run(2, _checks, "ddp", "zero3", 2)):
-        failed = failing(checks)
+        failed = failed_checks(checks)
         for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):
             assert f"memory {state} rank {rank}" in failed
         assert "traffic dp_shard all_gather forward parameters calls" in failed
@@ -118,9 +118,9 @@ def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
         assert checks.cause.startswith("every rank has the full model")
 
 
-def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
+def test_one_unit_instead_of_predicted_blocks_is_reported(ranks: Ranks) -> None:
     for checks in ranks.run(2, _checks, "root only", "zero3", 2):
-        failed = failing(checks)
+        failed = failed_checks(checks)
         assert "traffic dp_shard all_gather forward parameters calls" in failed
         assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
         calls = {check.name: (check.predicted, check.measured) for check in checks}
@@ -129,43 +129,44 @@ def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
         assert checks.cause.startswith("the full model is one unit; use `unit: model`")
 
 
-def _compared(way: str, written: tuple[str, ...]) -> list[Comparison]:
-    """Checks of one measurement by `zero3` with each of these values of `reshard`."""
-    spec, measurement = spec_of("zero3", 2, 2), _measured(way, "zero3", 2, 2)
+def _compare_reshard_values(way: str, written: tuple[str, ...]) -> list[Comparison]:
+    """Return the checks of one measurement by `zero3` with each value of `reshard`."""
+    spec, measurement = foreign_spec("zero3", 2, 2), _measured(way, "zero3", 2, 2)
     return [
         compare(load(spec.resolved, [f"reshard={value}"]).spec, measurement) for value in written
     ]
 
 
-def test_what_fully_shard_does_by_itself_is_named_and_is_non_root(ranks: Ranks) -> None:
+def test_the_default_reshard_of_fully_shard_is_named_non_root(ranks: Ranks) -> None:
     for given_back, non_root, kept in ranks.run(
-        2, _compared, "by itself", ("true", "non-root", "false")
+        2, _compare_reshard_values, "by itself", ("true", "non-root", "false")
     ):
         backward = "traffic dp_shard all_gather backward parameters"
-        assert failing(given_back) == [
+        assert failed_checks(given_back) == [
             f"{backward} {what}" for what in ("calls", "payload", "sent")
         ]
         for check in given_back:
             assert check.holds is not ("the root stays unsharded" in check.why)
             assert check.holds is not ("use `reshard: non-root`" in check.why)
         assert str(given_back).count("use `reshard: non-root`, which predicts every figure") == 1
-        assert non_root and not failing(non_root)
+        assert non_root and not failed_checks(non_root)
         assert all(check.predicted == check.measured and not check.why for check in non_root)
-        assert all("non-root" in check.why for check in kept if not check.holds) and failing(kept)
+        assert all("non-root" in check.why for check in kept if not check.holds) and failed_checks(
+            kept
+        )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("way", "value"), [("kept", "false"), ("by block", "true")])
-def test_what_is_kept_and_what_is_given_back_are_named_too(
-    ranks: Ranks, way: str, value: str
-) -> None:
-    for (wrong,) in ranks.run(2, _compared, way, ("non-root",)):
-        assert failing(wrong)
+def test_explicit_reshard_values_are_named(ranks: Ranks, way: str, value: str) -> None:
+    for (wrong,) in ranks.run(2, _compare_reshard_values, way, ("non-root",)):
+        assert failed_checks(wrong)
         assert all(f"reshard: {value}" in check.why for check in wrong if not check.holds)
 
 
-def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
-    """The failing checks of FSDP2's mixed precision, by the spec of the layout that reduces so."""
+def _failed_mixed_precision(reduced: torch.dtype, fault: str = "") -> list[str]:
+    """Return the failed checks of FSDP2's mixed precision, by the spec of the layout that reduces
+    in that dtype."""
     layout = "fsdp-mixed" if reduced is torch.bfloat16 else "megatron18"
     overrides = [*SIZES, "batch.global=4", f"precision.layout={layout}"]
     spec = require_runnable(load("fsdp-mixed", overrides))
@@ -191,19 +192,19 @@ def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
         step()
     comparison = compare(spec, measurement)
     assert len(comparison) >= 11
-    return failing(comparison)
+    return failed_checks(comparison)
 
 
 @pytest.mark.parametrize("reduced", [torch.bfloat16, torch.float32])
 def test_shards_that_are_master_copies_hold_under_either_name(
     ranks: Ranks, reduced: torch.dtype
 ) -> None:
-    assert ranks.run(2, _mixed, reduced) == [[], []]
+    assert ranks.run(2, _failed_mixed_precision, reduced) == [[], []]
 
 
 @pytest.mark.parametrize("fault", ["third moment", "narrow master"])
 def test_other_bytes_of_master_copies_or_moments_fail(ranks: Ranks, fault: str) -> None:
-    for rank, names in enumerate(ranks.run(2, _mixed, torch.bfloat16, fault)):
+    for rank, names in enumerate(ranks.run(2, _failed_mixed_precision, torch.bfloat16, fault)):
         assert f"memory optimizer rank {rank}" in names
 
 
@@ -219,7 +220,7 @@ def _phases() -> Estimate:
     return measurement.estimate()
 
 
-def test_a_model_that_nobody_wrapped_has_states_and_phases_too() -> None:
+def test_an_unwrapped_model_has_states_and_phases() -> None:
     estimate = _phases()
     parameters = 4 * 2 * (64 + 8)
     assert [row.phase for row in estimate.peak] == [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
@@ -228,7 +229,7 @@ def test_a_model_that_nobody_wrapped_has_states_and_phases_too() -> None:
     assert estimate.traffic == ()
 
 
-def test_ranks_over_axes_are_those_of_a_row_major_mesh() -> None:
+def test_ranks_over_axes_match_a_row_major_mesh() -> None:
     mesh = ("mesh={dp_replicate: 2, dp_shard: 3}", "batch.global=12")
     spec = load("hsdp", (*SIZES, *mesh)).spec
     assert ranks_over_axes(spec, 4) == {

@@ -1,4 +1,4 @@
-"""`verify_every`: what all ranks do wrong alike stops a training, and nothing else does."""
+"""`verify_every` stops a training if all ranks make the same mistake, and only then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(folder: Path) -> list[str]:
         (faults.parameters_drift, 5, "loss after the update differs by "),
     ],
 )
-def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_figure(
+def test_a_fault_of_all_ranks_stops_the_training_and_names_step_and_value(
     ranks: Ranks, tmp_path: Path, fault: Fault, step: int, words: str
 ) -> None:
     ended = ranks.run(2, train_with_fault, TWO, tmp_path / "run", fault, "ddp", ReferenceGuard)
@@ -60,7 +60,7 @@ def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_fig
                      marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
-def test_a_sound_training_goes_on_to_its_end(
+def test_a_correct_training_runs_to_its_end(
     ranks: Ranks, tmp_path: Path, spec: str, more: tuple[str, ...]
 ) -> None:
     overrides, folder = (*JOB, *more, "train.steps=7"), tmp_path / "run"  # looks at 5 and 7
@@ -71,7 +71,7 @@ def test_a_sound_training_goes_on_to_its_end(
     assert json.loads((folder / "summary.json").read_text())["verdict"] == "holds"
 
 
-def test_the_command_starts_ranks_that_look(tmp_path: Path) -> None:
+def test_the_command_starts_ranks_that_verify(tmp_path: Path) -> None:
     words = ["ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
     code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
     assert code == 0, job.error
@@ -79,7 +79,7 @@ def test_the_command_starts_ranks_that_look(tmp_path: Path) -> None:
     assert log.count("the reference continues like the run") == 1
 
 
-def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_model_with_dropout_is_rejected_and_leaves_no_run(tmp_path: Path) -> None:
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     words = ["ddp", *TWO, model, "--run-dir", str(tmp_path / "run")]
     code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
@@ -88,7 +88,7 @@ def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_cannot_look_says_how_it_is_started() -> None:
+def test_a_rank_that_cannot_verify_names_the_launch_command() -> None:
     with pytest.raises(SpecError, match=r"-m ptrain\.verification\.guarded"):
         session.train_rank(
             Options(spec="ddp", overrides=("mesh={dp_replicate: 1}", "verify_every=5"))
@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_look_says_how_it_is_started() -> None:
 
 
 @pytest.mark.nightly
-def test_torchs_launcher_starts_such_a_rank_too(tmp_path: Path) -> None:
+def test_torchrun_starts_ranks_that_verify(tmp_path: Path) -> None:
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptrain"]
     words += ["train", "ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
     ended = subprocess.run(

@@ -1,5 +1,5 @@
-"""Activations in every mode on every mesh: what is computed again or brought back is what one
-device computes, to rounding in fp64, and costs what is predicted."""
+"""Activations in every mode on every mesh: recomputed or reloaded activations give the result of
+one device to fp64 rounding, at the predicted cost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ DEFAULT = {
 }
 
 
-def spec_of(place: str, mode: str, model: str, attention: str = "sdpa", **more: Any) -> Spec:
+def activation_spec(
+    place: str, mode: str, model: str, attention: str = "sdpa", **more: Any
+) -> Spec:
     given = {**PLACES[place]}
     axes = given.pop("mesh", {})
     mapping = {
@@ -98,7 +100,7 @@ def cases() -> Iterator[Any]:
 def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
     ranks: Ranks, place: str, mode: str, model: str, attention: str
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(place, mode, model, attention))
+    assert not MATRIX.differences(ranks, activation_spec(place, mode, model, attention))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,11 @@ def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
         for place in DROPPED
     ],
 )
-def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
+def test_recomputation_reuses_dropout_masks_and_equals_the_plain_run_to_the_bit(
     ranks: Ranks, place: str
 ) -> None:
     def trained(mode: str) -> Trajectory:
-        spec = spec_of(place, mode, "gpt", dropout=0.1)
+        spec = activation_spec(place, mode, "gpt", dropout=0.1)
         found = ranks.run(spec.world_size, train_on_rank, spec, 2)[0].trajectory
         assert found is not None
         return found

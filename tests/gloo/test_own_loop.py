@@ -1,5 +1,5 @@
-"""Somebody's own loop, whatever wraps the model: it holds where it is sound, and a fault in it is
-named with state, axis and factor."""
+"""A user's loop with any wrapper: it holds if it is correct; a fault is named with state, axis and
+factor."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_every_fault_has_a_test() -> None:
 
 
 @nightly
-def test_a_loop_in_another_dtype_is_told(ranks: Ranks) -> None:
+def test_a_loop_in_another_dtype_is_named(ranks: Ranks) -> None:
     told = ranks.run(2, own_loops.summarize_verdict, "ddp", "autocast", torch.float32)
     assert told[0]["culprit"]["factor"].startswith("bfloat16 for")
 
@@ -142,22 +142,22 @@ def _line(*, rate: float = 1e-2, factor: float = 1.0, p: float = 0.0) -> ptrain.
 ROWS = [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) / 8]
 
 
-def test_one_process_without_a_group_is_judged_too() -> None:
+def test_one_process_without_a_group_gets_a_verdict() -> None:
     verdict = ptrain.verify(_line, _line, ROWS, terms=ptrain.Terms(steps=3))
     assert verdict.holds, verdict
     assert "the same twice" in str(verdict)
     verdict.raise_for_verdict()
 
 
-def test_a_factor_in_one_process_is_told() -> None:
+def test_a_factor_in_one_process_is_named() -> None:
     verdict = ptrain.verify(_line(), _line(factor=3.0), ROWS)
     assert not verdict.holds
     with pytest.raises(MismatchFound, match="× 3"):
         verdict.raise_for_verdict()
 
 
-def test_two_dead_runs_do_not_hold() -> None:
-    """They agree perfectly."""
+def test_two_runs_without_learning_do_not_hold() -> None:
+    """Their values agree exactly."""
     verdict = ptrain.verify(_line(rate=0.0), _line(rate=0.0), ROWS)
     assert verdict.root_cause is None
     failing = [check.name for check in verdict.checks if not check.holds]
@@ -173,13 +173,13 @@ def test_zero_gradients_on_both_sides_do_not_hold() -> None:
     assert "every gradient is zero" in str(verdict)
 
 
-def test_a_reference_that_is_not_finite_is_told_as_such() -> None:
+def test_a_non_finite_reference_is_reported() -> None:
     verdict = ptrain.verify(_line(factor=1e400), _line(factor=1e400), ROWS)
     assert verdict.root_cause is not None
     assert verdict.root_cause.factor == "the reference is not finite"
 
 
-def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
+def test_a_nondeterministic_loop_is_reported() -> None:
     made: list[ptrain.Job] = []
 
     def drawn() -> ptrain.Job:
@@ -198,7 +198,7 @@ def test_dropout_on_one_side_alone_is_named() -> None:
     assert root_cause.certainty == "proven by trying"
 
 
-def test_what_is_no_job_is_refused() -> None:
+def test_an_invalid_job_is_rejected() -> None:
     with pytest.raises(PtrainError, match=r"ptrain.Job is needed"):
         ptrain.verify(_line(), lambda: None, ROWS)
 
@@ -210,7 +210,7 @@ def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
 
 
-def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_type_of_a_mapping() -> None:
+def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_mapping_type() -> None:
     batch = {"rows": torch.arange(6), "pair": [torch.arange(3), "name"]}
     share = ptrain.share_of(UserDict(batch), 2, 3)
     assert type(share) is UserDict
@@ -232,13 +232,13 @@ def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
         ({"loss": "average"}, "Terms.loss: 'average' is not a way to combine losses"),
     ],
 )
-def test_terms_that_are_none_are_refused_with_a_remedy(terms: dict, message: str) -> None:
+def test_invalid_terms_are_rejected_with_a_fix(terms: dict, message: str) -> None:
     with pytest.raises(PtrainError, match=f"{message}.*\n  remedy: "):
         ptrain.Terms(**terms)
 
 
 @pytest.mark.parametrize("odd", [{"loss": 1.0}, (1.0, 2.0), "0.5", torch.ones(3)])
-def test_what_is_no_loss_is_a_note_and_the_rest_is_compared(odd: object) -> None:
+def test_an_invalid_loss_is_noted_and_other_values_are_compared(odd: object) -> None:
     own = _line()
 
     def step(rows: torch.Tensor) -> object:
@@ -257,7 +257,7 @@ def test_a_function_of_losses_that_returns_none_is_refused_with_a_remedy() -> No
         ptrain.verify(_line(), _line(), ROWS, terms=terms)
 
 
-def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_remedy() -> None:
+def test_a_reference_without_trained_or_known_parameters_is_rejected_with_a_fix() -> None:
     frozen = _line()
     frozen.model.requires_grad_(False)
     with pytest.raises(PtrainError, match="requires a gradient\n  remedy: "):

@@ -1,5 +1,6 @@
-"""Faults that both sides have: the loop trains like one device, and one device trains wrong. They
-are told by running the reference again on what must not matter or must not be seen."""
+"""Faults of both sides: the loop trains like one device, and one device trains wrong. Rerunning the
+reference with changes that must not matter, or with inputs that must not be visible, detects
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ WIDTH, LENGTH = 8, 12
 
 
 class Attentive(nn.Module):
-    """A token's features, and a mean over the tokens that it may see."""
+    """A mean over the tokens that a token may attend to, added to its features."""
 
     def __init__(self, is_causal: bool = True, is_detached: bool = False) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ def shifted_twice(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-2].flatten(0, 1), tokens[:, 2:].flatten())
 
 
-def of_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+def loss_of_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return next_token(logits.softmax(-1), tokens)
 
 
@@ -57,7 +58,7 @@ def batches() -> list[Tensor]:
     return [torch.randint(0, WORDS, (6, LENGTH), generator=generator) for _ in range(3)]
 
 
-def judged(
+def verify_same_fault(
     *,
     loss: Loss = next_token,
     is_causal: bool = True,
@@ -68,8 +69,9 @@ def judged(
     rate: tuple[float, ...] = (1e-2,) * 3,
     keeps: bool = True,
 ) -> ptrain.verification.jobs.job.LoopVerdict:
-    """Both sides are this loop: with another loss, mask or start of the matrices, a step that does
-    not zero, parameters that no optimizer has, rates of the steps, an optimizer that forgets."""
+    """Return the verdict of a loop that both sides run: with another loss, mask or initialization,
+    a step that does not zero gradients, parameters that no optimizer has, another learning rate, or
+    an optimizer that loses its state."""
 
     def job() -> ptrain.Job:
         torch.manual_seed(0)
@@ -99,8 +101,8 @@ def judged(
     return ptrain.verify(job, job, batches())
 
 
-def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
-    verdict = judged()
+def test_a_correct_language_model_holds_under_every_relation() -> None:
+    verdict = verify_same_fault()
     assert verdict.holds, verdict
     tried = [check.name for check in verdict.checks if check.name.startswith("shared code")]
     assert len(tried) == 8
@@ -115,15 +117,15 @@ def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
         ({"is_causal": False}, "no causal mask", "attention"),
         ({"zeroes": False}, "previous step added, in the reference too", "embed.weight"),
         ({"left_out": "mix"}, "not updated in the reference either", "mix.bias, mix.weight"),
-        ({"loss": of_probabilities}, "softmax before cross-entropy", "loss"),
+        ({"loss": loss_of_probabilities}, "softmax before cross-entropy", "loss"),
         ({"weight": 0.1}, "identical units", "mix.weight"),
         ({"is_detached": True}, "no gradient in the reference either", "embed"),
         ({"rate": (1e-2, 0.0, 0.0)}, "no update in the reference either", "all parameters"),
         ({"keeps": False}, "emptied in every step", "embed.weight"),
     ],
 )
-def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place: str) -> None:
-    verdict = judged(**fault)
+def test_a_fault_of_both_sides_is_proven(fault: dict, factor: str, place: str) -> None:
+    verdict = verify_same_fault(**fault)
     assert not verdict.holds
     assert verdict.root_cause is not None
     assert verdict.root_cause.factor.startswith(factor), verdict
@@ -131,7 +133,7 @@ def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place:
     assert verdict.root_cause.certainty == "proven by trying"
 
 
-def test_a_model_that_is_given_no_tokens_says_what_was_not_tried() -> None:
+def test_a_model_without_token_inputs_lists_the_skipped_relations() -> None:
     def job() -> ptrain.Job:
         torch.manual_seed(0)
         model = nn.Linear(4, 2).double()

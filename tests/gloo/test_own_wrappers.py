@@ -1,5 +1,5 @@
-"""More of what people put around a model and a loop: tied weights, transformers' own loss, ZeRO-1,
-checkpointed blocks, a compiled module, mixed precision, batch norms."""
+"""Further wrappers and loops: tied weights, the loss of transformers, ZeRO-1, checkpointed blocks,
+a compiled module, mixed precision, batch norms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.ranks import Ranks
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
 
 
-class Tied(Net):
+class TiedNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.embed.weight
@@ -63,7 +63,7 @@ def tied_fsdp1() -> LoopVerdict:
 
 def _tied(wrap: Callable[[nn.Module], nn.Module]) -> LoopVerdict:
     torch.manual_seed(0)
-    model = Tied().double()
+    model = TiedNet().double()
     plain = copy.deepcopy(model)
     return _against(plain, loop(wrap(model)))
 
@@ -90,7 +90,7 @@ def compiled() -> LoopVerdict:
     return _against(plain, loop(torch.compile(model, backend="eager")))
 
 
-def mixed_precision_said() -> LoopVerdict:
+def verify_mixed_precision() -> LoopVerdict:
     return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16), dtype=torch.bfloat16)
 
 
@@ -116,8 +116,8 @@ def a_hundred_steps() -> LoopVerdict:
     return ptrain.verify(loop(plain), loop(sharded), batches(100), share=local_rows("ddp"))
 
 
-def transformers_own_loss() -> LoopVerdict:
-    """A model that returns its loss beside the logits, and computes it in fp32."""
+def transformers_loss() -> LoopVerdict:
+    """Verify a model that returns its loss with the logits and computes the loss in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -154,8 +154,8 @@ def batch_norms() -> LoopVerdict:
 
 
 SOUND = (
-    tied_ddp, tied_fsdp2, tied_fsdp1, zero1, checkpointed, compiled, mixed_precision_said,
-    a_hundred_steps, transformers_own_loss,
+    tied_ddp, tied_fsdp2, tied_fsdp1, zero1, checkpointed, compiled, verify_mixed_precision,
+    a_hundred_steps, transformers_loss,
 )  # fmt: skip
 UNSOUND = {
     mixed_precision: ("activations", "bfloat16 for float32", "embed"),
@@ -164,29 +164,29 @@ UNSOUND = {
 }
 
 
-def told(name: str) -> tuple[bool, str, dict[str, Any]]:
+def run_program(name: str) -> tuple[bool, str, dict[str, Any]]:
     verdict = globals()[name]()
     return verdict.holds, str(verdict), encode(verdict.root_cause) or {}
 
 
 @pytest.mark.parametrize("name", [program.__name__ for program in SOUND])
 def test_a_sound_loop_holds(ranks: Ranks, name: str) -> None:
-    if name == "transformers_own_loss":
+    if name == "transformers_loss":
         pytest.importorskip("transformers")
-    for holds, text, _ in ranks.run(2, told, name):
+    for holds, text, _ in ranks.run(2, run_program, name):
         assert holds, text
 
 
 @pytest.mark.parametrize("unsound", list(UNSOUND), ids=lambda program: program.__name__)
-def test_what_is_not_one_device_s_is_named(ranks: Ranks, unsound: Callable[[], Any]) -> None:
-    _, _, root_cause = ranks.run(2, told, unsound.__name__)[0]
+def test_a_difference_from_one_device_is_named(ranks: Ranks, unsound: Callable[[], Any]) -> None:
+    _, _, root_cause = ranks.run(2, run_program, unsound.__name__)[0]
     state, factor, place = UNSOUND[unsound]
     assert (root_cause["state"], root_cause["factor"]) == (state, factor)
     assert root_cause["place"].startswith(place)
 
 
-def seeds(way: str, dtype: torch.dtype) -> list[str]:
-    """What does not hold of five starts."""
+def failed_seeds(way: str, dtype: torch.dtype) -> list[str]:
+    """Return the seeds of five whose verdict does not hold."""
     failing = []
     for seed in range(5):
         torch.manual_seed(seed)
@@ -204,4 +204,4 @@ def seeds(way: str, dtype: torch.dtype) -> list[str]:
 def test_no_false_alarm_over_five_seeds(
     ranks: Ranks, size: int, way: str, dtype: torch.dtype
 ) -> None:
-    assert not ranks.run(size, seeds, way, dtype)[0]
+    assert not ranks.run(size, failed_seeds, way, dtype)[0]

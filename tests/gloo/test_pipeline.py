@@ -1,5 +1,5 @@
-"""A model cut into stages, under every schedule and within every other axis, computes what one
-device computes, and costs what is predicted to the byte."""
+"""A model in stages, under every schedule and within every other axis, computes the result of one
+device at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -98,8 +98,10 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def layered(mesh: dict[str, int], schedule: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` with a layer at least for each stage."""
+def with_enough_layers(
+    mesh: dict[str, int], schedule: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `changes` with at least one layer per stage."""
     said = changes.get("pipeline", {})
     split = said.get("split")
     stages = sum(split) if isinstance(split, list) else said.get("stages", 0)
@@ -110,7 +112,7 @@ def layered(mesh: dict[str, int], schedule: str, changes: dict[str, Any]) -> dic
 def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, schedule: str, mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
-    given = layered(mesh, schedule, changes)
+    given = with_enough_layers(mesh, schedule, changes)
     assert not MATRIX.differences(ranks, pipeline_spec(model, schedule, mesh=mesh, **given))
 
 
@@ -122,11 +124,11 @@ def test_stages_are_exact_and_equal_one_device(
     ],
     ids=str,
 )
-def test_every_factorization_of_four_ranks(
+def test_every_factorization_of_four_ranks_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], case: tuple[str, str, dict[str, Any]]
 ) -> None:
     (mesh, data, activations), (model, schedule, changes) = product, case
-    given = layered(mesh, schedule, changes)
+    given = with_enough_layers(mesh, schedule, changes)
     spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
     assert not MATRIX.differences(ranks, spec)
 
@@ -141,7 +143,7 @@ def test_every_factorization_of_four_ranks(
     ],
     ids=str,
 )
-def test_within_data_ranks_too_as_in_remark_4(
+def test_pp_inside_data_axes_of_remark_4_is_exact_and_equals_one_device(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
     assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
@@ -156,7 +158,7 @@ def test_within_data_ranks_too_as_in_remark_4(
     ],
     ids=str,
 )
-def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
+def test_pp_inside_data_axes_of_remark_4_on_eight_ranks_is_exact_and_equals_one_device(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
     assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
@@ -172,11 +174,11 @@ def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
     ],
     ids=str,
 )
-def test_other_schedules_over_every_factorization_of_four_ranks(
+def test_other_schedules_on_four_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str
 ) -> None:
     mesh, data, activations = product
-    given = layered(mesh, schedule, {"batch": {"accumulate": 8}})
+    given = with_enough_layers(mesh, schedule, {"batch": {"accumulate": 8}})
     spec = pipeline_spec(
         "gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given
     )
@@ -189,12 +191,12 @@ def test_other_schedules_over_every_factorization_of_four_ranks(
     list(zip(factorizations(8), cycle(SCHEDULES[1:]), cycle(MODELS), strict=False)),
     ids=str,
 )
-def test_every_factorization_of_eight_ranks(
+def test_every_factorization_of_eight_ranks_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str, model: str
 ) -> None:
     mesh, data, activations = product
     needed = mesh["pp"] * (2 if schedule == "dualpipev" else 1)  # 1f1b too is full with as many
-    given = layered(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
+    given = with_enough_layers(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
     if mesh.get("tp", 1) > 2 and MODELS[model].get("kv_heads") == 2:
         given["shape"]["kv_heads"] = 4  # as many as there are ranks to cut them
     spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
@@ -202,7 +204,7 @@ def test_every_factorization_of_eight_ranks(
 
 
 @pytest.mark.parametrize(("schedule", "data", "policy"), POLICIES, ids=str)
-def test_every_policy_of_gathering_and_reducing(
+def test_every_sync_policy_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, schedule: str, data: str, policy: dict[str, Any]
 ) -> None:
     spec = pipeline_spec("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
@@ -240,7 +242,7 @@ OVERLAPPED = (
 
 
 @pytest.mark.parametrize(("schedule", "data", "dials"), OVERLAPPED, ids=str)
-def test_collectives_beside_passes_change_no_figure(
+def test_overlapped_collectives_change_no_figure(
     ranks: Ranks, schedule: str, data: str, dials: dict[str, Any]
 ) -> None:
     mesh = {"pp": 2, "dp_shard": 2}

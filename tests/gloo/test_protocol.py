@@ -1,4 +1,4 @@
-"""The protocol of verification on real ranks: which stage says what, and what comes after it."""
+"""The verification protocol on ranks: the message of each stage, and the stages that follow it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SMALL = (
 STRATEGIES = sorted(path.stem for path in Path("specs/strategies").glob("*.yaml"))
 
 
-def tiny(name: str, *overrides: str) -> Spec:
+def tiny_spec(name: str, *overrides: str) -> Spec:
     return require_runnable(load(name, (*TINY, "batch.global=8", *overrides)))
 
 
-def of_stages(checks) -> list[str]:
+def checks_by_stage(checks) -> list[str]:
     return list(dict.fromkeys(check.name.partition(": ")[0] for check in checks))
 
 
@@ -56,13 +56,13 @@ def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
     assert [check.name for check in found[0]] == [REPEATED, "state that ranks share"]
 
 
-def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
+def test_a_verification_holds_in_all_stages_on_all_ranks(ranks: Ranks) -> None:
     spec = strategy_case("zero3", 2, layout="zero16", accumulate=2).spec()
     asked = VerifyOptions(steps=3, every_collective=True)
     one, other = ranks.run(2, verify_spec, spec, asked)
     assert (one.checks, one.notes, one.root_cause) == (other.checks, other.notes, other.root_cause)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
-    assert of_stages(one.checks) == list(STAGES) == list(one.seconds)
+    assert checks_by_stage(one.checks) == list(STAGES) == list(one.seconds)
     names = {check.name for check in one.checks}
     assert "preconditions: collectives" in names
     assert any("7 of them with permuted sums" in note for note in one.notes)
@@ -77,7 +77,7 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
 
 
 @pytest.mark.nightly  # by default the command verifies one, below
-def test_one_rank_is_verified_too(ranks: Ranks) -> None:
+def test_one_rank_is_verified(ranks: Ranks) -> None:
     spec = strategy_case("zero3", 1, accumulate=1).spec()
     (found,) = ranks.run(1, verify_spec, spec, SHORT)
     assert found.holds
@@ -90,7 +90,7 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     "otherwise",
     [ProgramChanges.LATE_RATE, pytest.param(ProgramChanges.LATE_NAN, marks=pytest.mark.nightly)],
 )
-def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_out(
+def test_a_trajectory_stops_at_the_first_mismatch_and_lists_the_skipped_steps(
     ranks: Ranks, otherwise: ProgramChanges
 ) -> None:
     spec = strategy_case("ddp", 2, accumulate=1).spec()
@@ -109,7 +109,7 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
 
 
 def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> None:
-    spec = tiny("ddp", "mesh.dp_replicate=1")
+    spec = tiny_spec("ddp", "mesh.dp_replicate=1")
     folder = tmp_path / "a-run"
     folder.mkdir()
     (folder / "spec.resolved.yaml").write_text(json.dumps(spec.resolved, default=str))

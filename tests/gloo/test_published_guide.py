@@ -1,5 +1,5 @@
-"""The guide to published models runs as it is printed: a training goes on where the one stopped
-whose weights it begins with, and what it leaves transformers loads."""
+"""The guides to published models run as printed: training continues from published weights, and
+transformers loads the exported folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GUIDES = ROOT / "docs" / "howto"
 
 
 def commands(page: str, title: str) -> list[list[str]]:
-    """Return the words of the commands in the first block of a section of a guide."""
+    """Return the arguments of the commands in the first block of a section of a guide."""
     section = (GUIDES / page).read_text(encoding="utf-8").partition(f"## {title}\n")[2]
     block = re.search(r"```\n(.*?)```", section, re.DOTALL)
     assert block, "the guide has commands"

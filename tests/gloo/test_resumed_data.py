@@ -1,4 +1,4 @@
-"""A resumed run reads the data that its checkpoint was trained on, and each sample once."""
+"""A resumed run reads the data of its checkpoint's training, and each sample once."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def change_one(path: Path) -> None:
     os.utime(path, ns=times)  # as a copy by rsync or cp --preserve
 
 
-def cut(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     np.save(path, np.load(path)[:-40])
 
 
-def lengthen(path: Path) -> None:
+def extend_file(path: Path) -> None:
     np.save(path, np.concatenate([np.load(path)] * 2))
 
 
@@ -61,8 +61,8 @@ def lengthen(path: Path) -> None:
     ("change", "finding"),
     [
         (change_one, "has changed"),
-        (cut, "has 858 bytes; it had 938 at the checkpoint"),
-        (lengthen, "has 1748 bytes; it had 938 at the checkpoint"),
+        (truncate_file, "has 858 bytes; it had 938 at the checkpoint"),
+        (extend_file, "has 1748 bytes; it had 938 at the checkpoint"),
     ],
 )
 def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
@@ -85,9 +85,7 @@ def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
     assert again.code == 0, "the checkpoint of step 4 has the accepted file"
 
 
-def test_a_file_that_was_only_touched_or_moved_is_the_same(
-    ranks: Ranks, tmp_path: Path, tokens: Path
-) -> None:
+def test_a_touched_or_moved_file_is_accepted(ranks: Ranks, tmp_path: Path, tokens: Path) -> None:
     run = tmp_path / "run"
     assert train_one(ranks, run, f"data.path={tokens}", "train.steps=2").code == 0
     os.utime(tokens, ns=(0, 0))
@@ -99,7 +97,9 @@ def test_a_file_that_was_only_touched_or_moved_is_the_same(
     assert ended.code == 0 and "data.path: " in ended.output
 
 
-def test_a_mask_and_each_source_are_watched(ranks: Ranks, tmp_path: Path, tokens: Path) -> None:
+def test_changes_of_a_mask_and_of_each_source_are_detected(
+    ranks: Ranks, tmp_path: Path, tokens: Path
+) -> None:
     other, mask = tmp_path / "other.npy", tmp_path / "mask.npy"
     shutil.copy(tokens, other)
     np.save(mask, np.ones(len(np.load(tokens)), dtype=np.bool_))
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
     assert manifest.read(path).samples == 2 * 4 + 8
 
 
-def steps_of(run: Path) -> list[int]:
+def steps_in_metrics(run: Path) -> list[int]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [row["step"] for row in map(json.loads, lines) if "loss" in row]
 
@@ -228,7 +228,7 @@ def test_metrics_have_each_step_once_after_a_resume_from_an_earlier_step(
         file.write('{"step": 6, "lo')  # as a rank leaves it that is killed in a write
     resumed = str(run / "checkpoints" / "step-00000002")
     assert train_one(ranks, run, *words, "train.steps=6", "--resume", resumed).code == 0
-    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert steps_in_metrics(run) == [1, 2, 3, 4, 5, 6]
     assert {step: jobs.losses(run)[step] for step in before} == before
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4, 6]

@@ -1,5 +1,5 @@
-"""A room of ghosts conforms to the room of a rank that really sends: gloo's works hold their
-tensors until they are waited for, and its threads a moment longer."""
+"""The fake runtime conforms to the runtime of a rank with gloo: gloo's works hold their tensors
+until they are waited for, and its threads a moment longer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RELEASE_SECONDS = 2e-3
 
 
 def _differences(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """Programs and statements after which the two differ, on this rank. Without the maximum between
-    two notes: what a thread still holds would count."""
+    """Return the programs and statements after which the two runtimes differ on this rank, without
+    the maximum between two readings, which would include tensors that a thread still holds."""
     world = World(
         rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"), backend="gloo"
     )
@@ -47,5 +47,5 @@ def _differences(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
     return differing
 
 
-def test_collectives_on_gloo_do_what_they_do_on_ghosts(ranks: Ranks) -> None:
+def test_collectives_on_gloo_match_those_on_fake_tensors(ranks: Ranks) -> None:
     assert ranks.run(4, _differences, list(TOGETHER), range(DRAWN)) == [[]] * 4

@@ -1,4 +1,4 @@
-"""A walk at a small size: from a question to a placement that runs and is checked."""
+"""`ptrain select` at a small size: from a question to a placement that runs and is checked."""
 
 from __future__ import annotations
 

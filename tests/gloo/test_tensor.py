@@ -1,5 +1,5 @@
-"""Operators cut over tp, alone and with every data placement, compute what one device computes, and
-cost what is predicted to the byte."""
+"""Operators sharded over tp, alone and with every data placement, compute the result of one device
+at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ LAYOUTS: list[Any] = [
 
 
 def models() -> list[Any]:
-    """By default every model but gpt-untied once, on either degree, with every form of the
-    activations: gqa on as many ranks as it has keys, llama with R beside ZeRO-1 below."""
+    """Yield the cases. By default every model except gpt-untied runs once, on either degree, with
+    every activation mode: gqa on as many ranks as it has keys, llama with R together with
+    ZeRO-1."""
     default = {("llama", 2, "S"), ("gqa", 2, "R"), ("gpt", 2, "R")}
     default |= {("gqa", 4, "S*")}
     cases = [*product(MODELS, [2], ACTIVATIONS), *product(["gqa", "gpt-untied"], [4], ACTIVATIONS)]
@@ -39,7 +40,7 @@ def models() -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "degree", "activations"), models())
-def test_a_cut_model_is_exact_and_equals_one_device(
+def test_a_tensor_parallel_model_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, degree: int, activations: str
 ) -> None:
     accumulate = 2 if degree == 2 else 1  # four ranks share two cores
@@ -83,7 +84,7 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     ],
     ids=str,
 )
-def test_every_factorization_of_four_ranks(
+def test_every_factorization_of_four_ranks_with_tp_is_exact_and_equals_one_device(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str]
 ) -> None:
     assert not MATRIX.differences(
@@ -102,7 +103,7 @@ def test_every_factorization_of_four_ranks(
     ],
     ids=str,
 )
-def test_every_factorization_of_eight_ranks(
+def test_every_factorization_of_eight_ranks_with_tp_is_exact_and_equals_one_device(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str], activations: str
 ) -> None:
     cut = {"activations": activations, "degrees": degrees, "degree": degrees["tp"]}

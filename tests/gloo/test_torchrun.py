@@ -1,4 +1,4 @@
-"""torchrun, on one node and on two, trains exactly what ranks train that it has not started."""
+"""torchrun, on one node and on two, trains exactly like ptrain's launcher."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture(scope="module")
-def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Of ranks that torchrun has not started."""
+def pool_losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses of ranks that torchrun has not started."""
     folder = tmp_path_factory.mktemp("pool") / "run"
     assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SPEC, folder=folder)] == [0, 0]
     return jobs.losses(folder)
@@ -36,16 +36,16 @@ def free_port() -> int:
 
 
 @pytest.mark.nightly  # by default ptrain starts two such agents, below
-def test_torchrun_standalone_gives_the_same_losses(tmp_path, losses):
+def test_torchrun_standalone_gives_the_same_losses(tmp_path, pool_losses):
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
     code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
     assert code == 0, job.error
-    assert jobs.losses(tmp_path / "run") == losses
+    assert jobs.losses(tmp_path / "run") == pool_losses
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
 
 
 @pytest.mark.parametrize("module", ["ptrain", pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
-def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses, module):
+def test_two_agents_as_two_nodes_give_the_same_losses(tmp_path, pool_losses, module):
     agent = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
     agent += ["-m", "ptrain.train"]
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
@@ -64,7 +64,7 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
     said = "".join(job.output for job in agents)
     assert said.count("rank 1 of 2 run") == 1 and said.count("verdict: ") == 1
     assert module == TORCHRUN or addresses == {"127.0.0.1"}
-    assert jobs.losses(tmp_path / "run") == losses
+    assert jobs.losses(tmp_path / "run") == pool_losses
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {
         "rank0.log",
         "rank1.log",
@@ -73,7 +73,7 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, victim):
+def test_two_agents_resume_their_run_after_a_rank_is_killed(tmp_path, victim):
     spec = ("zero3", *jobs.TINY, "train.steps=60", "checkpoint.every=20", "--run-dir", "run")
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     words = ["train", *spec, *meeting, "--rdzv-id", "0123456789abcdef", "--max-restarts", "2"]

@@ -1,4 +1,4 @@
-"""`ptrain validate`, and what a verdict does to exit codes: 0 when it holds, 1 when it fails."""
+"""`ptrain validate`, and the exit codes of verdicts: 0 if it holds, 1 if it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
     assert not any(tmp_path.iterdir())
 
 
-def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
+def test_a_failed_verdict_exits_1_and_lists_the_differences(tmp_path):
     asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
     code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
     assert code == 1, job.error
@@ -49,8 +49,8 @@ def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, op
     assert "fails: memory activations rank 0" in ends[0].output
 
 
-def test_what_a_spec_for_gpus_drops_out_is_a_processors_where_it_is_trained_on_one(ranks, tmp_path):
-    """Samples of one token are in no table, so that the model is traced for it."""
+def test_a_gpu_spec_uses_cpu_dropout_if_trained_on_a_cpu(ranks, tmp_path):
+    """Samples of one token are in no table, so the model is traced for the CPU."""
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     batch = "batch={global: 4, micro: 2, sequence: 1}"
     wanted = ("ddp", model, batch, "cluster.preset=h100-8", "train.steps=4")
