@@ -1,5 +1,5 @@
-"""What a spec may say of activations, recompute, attention and loss, what it means, and that what
-it resolves to says the same."""
+"""The spec's keys for activations, recompute, attention and loss: their meaning, and the resolved
+spec."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_of_blocks_that_are_m_every_nth_is_recomputed():
         ({"policy": "selective", "every": 2}, SELECTIVE, {"policy": "selective", "every": 2}),
     ],
 )
-def test_a_policy_says_what_is_computed_again(written, policy, resolved):
+def test_a_policy_names_the_recomputed_operators(written, policy, resolved):
     spec = loaded(activations="M", recompute=written)
     assert spec.activations.default == ActivationMode(policy=policy)
     assert spec.resolved["recompute"] == resolved
@@ -132,7 +132,7 @@ def test_without_a_policy_a_block_is_recomputed_whole():
     assert loaded(activations="M").resolved["recompute"] == "full"
 
 
-def test_what_lies_off_the_device_is_each_ranks_own_however_it_is_written():
+def test_offloaded_activations_are_local_in_every_notation():
     spec = loaded(**tuple_with("R@host"), activations="O")
     assert spec.activations == loaded(**tuple_with("O")).activations
 
@@ -172,7 +172,7 @@ def test_a_budget_may_need_nothing_recomputed():
     ],
 )
 @pytest.mark.parametrize("model", [MODEL, {"hf": "LlamaForCausalLM"}], ids=["own", "hf"])
-def test_attention_stands_at_the_top_and_belongs_to_the_model(written, kind, model):
+def test_attention_is_a_top_level_key_and_belongs_to_the_model(written, kind, model):
     spec = loaded(attention=written, model=model)
     assert spec.model.attention is kind
     assert spec.resolved.get("attention", "sdpa") == kind.value
@@ -196,7 +196,7 @@ def test_a_loss_by_name_or_by_its_tokens(written, meant):
     assert loaded(loss=written).loss == meant
 
 
-def test_a_vocab_parallel_loss_is_what_tp_has_by_itself():
+def test_a_vocab_parallel_loss_is_the_default_over_tp():
     spec = loaded(loss="vocab-parallel", **TP)
     assert spec == loaded(**TP)
 
@@ -351,12 +351,12 @@ SLICES = (
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(changes, place, finding, remedy):
+def test_contradictions_are_rejected(changes, place, finding, remedy):
     found = fault(**changes)
     assert (found.place, found.finding, found.remedy) == (place, finding, remedy)
 
 
-def test_a_fault_of_a_mode_is_not_followed_by_one_of_what_depends_on_it():
+def test_an_invalid_mode_causes_no_further_errors():
     assert fault(activations="Q", recompute="full").place == "activations"
     tuples = {"dp_shard": ["S*", "S", "S", "Q"]}
     assert fault(placement=tuples, recompute="full").place == "placement.dp_shard.activations"

@@ -1,4 +1,4 @@
-"""What ranks of tp have addends of while layers with experts run."""
+"""Partial sums that ranks of tp hold while layers with experts run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPERTS = replace(ODD_SHAPE, experts=4, shared_experts=1, dense_layers=1, qk_nor
         ("blocks.0.mlp.down", False, False),  # a layer without them
     ],
 )
-def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, gets):
+def test_tensors_reduced_after_the_experts_are_partial_sums_before(module, gives, gets):
     roles = roles_of(EXPERTS)
     assert (is_output_addend(roles, module), is_gradient_addend(roles, module)) == (gives, gets)
     assert not is_output_addend((), module) and not is_gradient_addend((), module)
@@ -51,6 +51,6 @@ def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, ge
         ("blocks.1.attention.output", False),
     ],
 )
-def test_the_gradient_of_what_all_heads_share_is_an_addend_of_each_ranks(module, gets):
+def test_the_gradient_of_a_tensor_shared_by_all_heads_is_a_partial_sum_on_each_rank(module, gets):
     roles = roles_of(LATENT)
     assert is_gradient_addend(roles, module) is gets and not is_output_addend(roles, module)

@@ -1,5 +1,5 @@
-"""Whatever is written into a spec, the answer is one message per fault: where it stands, what was
-found, what would be right. Nothing but SpecError leaves `load`."""
+"""Every invalid spec gives one message per error with place, finding and fix; `load` raises only
+SpecError."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("old", "new", "place", "finding", "remedy"), LINES)
-def test_a_fault_says_where_what_and_what_instead(old, new, place, finding, remedy, tmp_path):
+def test_an_error_states_place_finding_and_fix(old, new, place, finding, remedy, tmp_path):
     assert GOOD.count(old) >= 1
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
@@ -244,7 +244,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     assert str(error).count("error:") == len(places)
 
 
-def test_a_fault_does_not_drag_others_behind_it(tmp_path):
+def test_an_error_causes_no_further_errors(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace("dp_shard: 2", "dp_shard: x").replace("global: 16", "global: 15"))
     assert [fault.place for fault in refused(file).faults] == ["mesh.dp_shard"]
@@ -323,7 +323,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused(world_size, mesh, finding
     assert remedy in fault.remedy
 
 
-def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
+def test_auto_with_degrees_that_do_not_divide_the_ranks_is_rejected(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
     changes = ["mesh={dp_replicate: 2, dp_shard: auto}", "placement.dp_replicate=R,R,R,R"]
@@ -370,7 +370,7 @@ def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
         ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),
     ],
 )
-def test_a_strategy_in_the_wrong_place_is_told_the_right_one(
+def test_a_strategy_in_the_wrong_place_is_answered_with_the_right_place(
     placement, place, finding, remedy, tmp_path
 ):
     file = tmp_path / "spec.yaml"

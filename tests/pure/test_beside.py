@@ -1,4 +1,4 @@
-"""What a pass sends beside its operators: how long it is on its way, and how long a rank waits."""
+"""Messages that overlap with operators of a pass: transfer time and exposed time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waits(work: PassWork) -> list[tuple[float, float]]:
     return [(message.moving, message.waited) for _, message in played]
 
 
-def test_a_message_that_takes_less_than_the_product_beside_it_is_hidden():
+def test_a_message_shorter_than_its_product_is_overlapped():
     assert waits((hop(6, 1), *seconds(10), *seconds(4))) == [(6.0, 0.0)]
 
 
@@ -33,7 +33,7 @@ def test_of_a_longer_message_the_rest_is_awaited():
     assert waits((hop(13, 1), *seconds(10), *seconds(4))) == [(13.0, 3.0)]
 
 
-def test_one_that_nothing_runs_beside_is_no_message_but_awaited_at_once():
+def test_a_message_without_overlapping_work_is_awaited_at_once():
     assert waits((hop(6, 0), *seconds(10))) == []
 
 
@@ -42,7 +42,7 @@ def test_messages_over_one_axis_follow_each_other():
     assert waits((hop(4, 2), hop(6, 1), *seconds(4))) == [(4.0, 0.0), (6.0, 6.0)]
 
 
-def test_what_is_awaited_late_finds_the_rank_later():
+def test_a_late_wait_is_shorter():
     # the first makes the rank wait until 8, so that the second one's product ends at 18
     work = (hop(8, 1), *seconds(2), hop(4, 1), *seconds(10))
     assert waits(work) == [(8.0, 6.0), (4.0, 0.0)]
@@ -60,7 +60,7 @@ def spent(clock: Clock) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_clock_waits_for_what_is_not_hidden_and_counts_all_that_moves(share: float):
+def test_the_clock_counts_all_traffic_and_waits_for_exposed_traffic(share: float):
     timed = clock()
     work = timed.pass_seconds((hop(13, 1), *seconds(10)), Hook.FORWARD_OPERATOR)
     timed.compute(work, share)
@@ -82,9 +82,7 @@ def test_hops_that_products_hide_one_after_the_other_leave_nothing_to_wait_for()
 
 
 @pytest.mark.parametrize(("held_up", "waited"), [(3, 0.0), (4, 0.0), (7, 3.0), (30, 12.0)])
-def test_who_has_the_lane_holds_messages_up_by_what_they_have_not_to_spare(
-    held_up: int, waited: float
-):
+def test_earlier_transfers_delay_messages_by_their_missing_slack(held_up: int, waited: float):
     timed = clock()
     timed.send_payload(Collective.ALL_REDUCE, (Axis.CP,), held_up)
     ring = (hop(6, 1), *seconds(10), hop(6, 1), *seconds(10), *seconds(10))
@@ -93,7 +91,7 @@ def test_who_has_the_lane_holds_messages_up_by_what_they_have_not_to_spare(
     assert rows[Collective.SEND].seconds == waited
 
 
-def test_in_a_row_a_pass_takes_what_it_computes_and_what_it_waits_for():
+def test_consecutive_passes_take_compute_plus_exposed_time():
     exchange = InnerCollective(Collective.ALL_TO_ALL, 5, axis="cp", ranks=2)
     work = (exchange, hop(13, 1), *seconds(10))
     for overlaps, waited in ((True, 3.0), (False, 13.0)):

@@ -46,8 +46,8 @@ AGAIN = ActivationMode(policy=Policy(), tier=Tier.DEVICE)
 ARRIVED = ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
-def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
-    """Heads and tokens that the ranks divide; the rest as it comes."""
+def random_shapes(attention, ranks: int, tp: int, layout: str) -> Spec:
+    """Yield shapes whose heads and tokens the ranks divide."""
     draw = Random(f"{attention} {ranks} {tp} {layout}")
     kv_heads = tp * draw.choice((1, 2, 3, 4))  # which Ulysses repeats where it does not divide them
     heads = kv_heads * ranks * draw.choice((1, 3))
@@ -70,7 +70,7 @@ def settings():
     for attention, tp, layout in product(ATTENTIONS, (1, 2), ("fp32", "bf16", "zero16")):
         several = [attention.ulysses * attention.ring] if isinstance(attention, Hybrid) else [2, 4]
         for ranks in several:
-            yield drawn(attention, ranks, tp, layout)
+            yield random_shapes(attention, ranks, tp, layout)
 
 
 FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",)))
@@ -81,7 +81,7 @@ FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
     [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN), (ARRIVED, AGAIN, ARRIVED)],
     ids=["plain", "again", "again but for what arrived"],
 )
-def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
+def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, FACTS)
         layer = exchanged(spec, plan.context)
@@ -100,7 +100,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
         assert +counted == +expected and +counted_calls == +calls, spec.context
 
 
-def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_is_sent_for_them():
+def test_document_starts_are_gathered_once_per_micro_batch():
     for spec in settings():
         packed = replace(spec, model=replace(spec.model, document_start=1))
         plain, more = (
@@ -128,8 +128,8 @@ def spec_of(attention, ranks: int, sequence: int, *, kv_heads: int = 2, layout: 
     return replace(spec, context=ContextSpec(attention=attention))
 
 
-def figures(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
-    """What leaves a rank in forward and in backward, in kappa."""
+def traffic_in_kappa(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
+    """Return a rank's traffic in forward and in backward, in units of kappa."""
     spec = spec_of(attention, ranks, 64, **options)
     step = context_of(spec)
     kappa = keys_and_values(spec, spec.model, step)
@@ -143,13 +143,13 @@ def figures(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
 
 def test_figures_are_those_that_kernel_counters_gave_on_four_ranks():
     # measured: 3.01 / 7.02 in fp32, 3.08 / 11.19 in bf16, 1.51 / 1.51 with as many heads of keys
-    assert figures(ContextAttention.RING, 4, layout="fp32") == (3, 7)
-    assert figures(ContextAttention.ZIGZAG, 4) == (3, 11)
-    assert figures(ContextAttention.ALL_GATHER, 4) == (3, 3)
-    assert figures(ContextAttention.ULYSSES, 4, kv_heads=8) == (Fraction(3, 2),) * 2
+    assert traffic_in_kappa(ContextAttention.RING, 4, layout="fp32") == (3, 7)
+    assert traffic_in_kappa(ContextAttention.ZIGZAG, 4) == (3, 11)
+    assert traffic_in_kappa(ContextAttention.ALL_GATHER, 4) == (3, 3)
+    assert traffic_in_kappa(ContextAttention.ULYSSES, 4, kv_heads=8) == (Fraction(3, 2),) * 2
 
 
-def test_a_hybrid_sends_what_ulysses_does_and_a_shorter_ring():
+def test_a_hybrid_sends_like_ulysses_plus_a_shorter_ring():
     spec = spec_of(Hybrid(ulysses=2, ring=2), 4, 64, layout="fp32")
     step = context_of(spec)
     theta, kappa = (f(spec, spec.model, step) for f in (queries, keys_and_values))

@@ -1,5 +1,5 @@
-"""The closed forms of the expert axis against what is derived: what ranks have of the experts, and
-what they send to those of others."""
+"""The closed forms of the expert axis compared with the derivation: the experts of each rank, and
+the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
 
 
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:
-    """Calls and sent bytes of a step by collective and phase."""
+    """Return calls and sent bytes of a step by collective and phase."""
     counted: Counter[tuple[Any, ...]] = Counter()
     for row in expert_traffic(spec, plan):
         assert row.key.axes == (axis,)
@@ -86,7 +86,7 @@ def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
-def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
+def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
     spec = spec_of(shape, ranks, accumulate=3, layout=LAYOUTS["fp32"])
     plan, _ = planned(spec)
@@ -126,7 +126,7 @@ IN_FULL = {Axis.TP: tuple_of("S,S,S,R"), Axis.CP: tuple_of("S*,S,S,S"), Axis.EP:
 
 
 def folded_spec(shape: ModelShape, attention: ContextAttention | None, **mesh: int) -> Spec:
-    """Of 36 tokens; without attention over cp there is none."""
+    """Return a folded spec with 36 tokens, without attention over cp."""
     axes = {Axis(name): (degree, IN_FULL[Axis(name)]) for name, degree in mesh.items()}
     spec = make_spec(axes, model=shape, accumulate=3, sequence=36)
     context = ContextSpec(attention=attention) if attention else spec.context
@@ -191,7 +191,7 @@ def test_places_over_cp_are_those_of_whole_samples():
         assert own_places(spec, shape) == places
 
 
-def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
+def test_a_fully_recomputed_layer_repeats_its_exchange():
     shape = replace(SHAPE, capacity_factor=1.0)
     spec = spec_of(shape, 2)
     plain, again, kept = (
@@ -210,7 +210,7 @@ def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
 
 
 @pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
-def test_each_rank_has_as_many_experts_and_all_else(name, ranks):
+def test_each_rank_has_equally_many_experts_and_all_other_parameters(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
     plan, whole = planned(spec_of(shape, ranks))
     assert plan.experts is not None

@@ -1,5 +1,5 @@
-"""`ptrain compare BASE HEAD`: what differs between two records, what must not grow, and what cannot
-be compared."""
+"""`ptrain compare BASE HEAD`: differences of two records, limits, and records that cannot be
+compared."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_record(*, loss: float = 2.5, seconds: float = 0.5, name: str = "run") ->
     return result | {"run": {"loss": loss, "held_out_loss": None}, "tokens_per_step": 100}
 
 
-def one(
+def run_with_row(
     *groups: tuple[FigureKind, dict[str, int | float | None]], name: str = "a"
 ) -> RecordedTraining:
     return RecordedTraining(
@@ -80,7 +80,7 @@ def failures(
     return find_violations(compare_records(*sides, names=("base", "head")), parse_limits(text))
 
 
-def test_two_specs_are_predicted_and_what_differs_is_shown_with_its_difference(printed):
+def test_two_specs_are_predicted_and_their_differences_shown(printed):
     lines = printed("compare", "zero2", "zero3").splitlines()
     assert lines[0] == "zero2 → zero3"
     rows = {line.split("  ")[0]: line for line in lines[2:]}
@@ -102,7 +102,7 @@ def test_an_override_is_for_both_specs(printed):
     assert (ranks["base"], ranks["head"]) == (4, 4)
 
 
-def test_a_spec_is_compared_with_what_a_command_printed(printed, tmp_path):
+def test_a_spec_is_compared_with_a_printed_record(printed, tmp_path):
     file = tmp_path / "base.json"
     file.write_text(printed("predict", "zero3", "--json"))
     (training,) = json.loads(printed("compare", file, "zero3", "--json"))["trainings"]
@@ -121,7 +121,7 @@ def test_a_pipe_of_the_shell_is_a_file(printed, tmp_path):
     writer.join(10)
 
 
-def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed, tmp_path):
+def test_a_run_folder_is_compared_by_the_figures_of_both_sides(printed, tmp_path):
     written(tmp_path / "summary.json", run_record(loss=2.5))
     head = written(tmp_path / "head.json", run_record(loss=2.0, seconds=0.25))
     text = printed("compare", tmp_path, head)
@@ -152,7 +152,7 @@ def test_two_records_of_a_kind_with_one_name_stay_two():
     assert [*read_trainings(three, "x")] == ["run", "run (2)"]
 
 
-def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
+def test_lists_are_paired_by_name_and_unpaired_entries_named(printed, tmp_path):
     base = written(tmp_path / "base.json", [run_record(name=name) for name in ("a", "b")])
     head = written(tmp_path / "head.json", [run_record(name=name) for name in ("b", "c", "d")])
     text = printed("compare", base, head)
@@ -162,8 +162,8 @@ def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
 
 
 def test_a_row_of_one_side_alone_is_marked():
-    base = one((FigureKind.CALLS, {"all_gather": 3, "send": 1}))
-    head = one((FigureKind.CALLS, {"all_gather": 3, "broadcast": 2}))
+    base = run_with_row((FigureKind.CALLS, {"all_gather": 3, "send": 1}))
+    head = run_with_row((FigureKind.CALLS, {"all_gather": 3, "broadcast": 2}))
     comparison = compare_records({"a": base}, {"a": head}, names=("x", "y"))
     rows = {row.name: (row.base, row.head, row.is_equal) for row in comparison.trainings[0].figures}
     assert rows == {
@@ -182,7 +182,7 @@ def test_calls_of_several_phases_are_one_row_and_the_largest_rank_counts():
     assert its[FigureGroup(FigureKind.MEMORY, "predicted")]["optimizer"] == 101  # of rank 1
 
 
-def test_states_on_other_tiers_have_rows_of_their_own():
+def test_states_on_other_tiers_have_separate_rows():
     row = Footprint(state=State.OPTIMIZER, rank=0, device_bytes=0, host_bytes=7, file_bytes=9)
     its = read_trainings([result_record("x", (replace(EXACT, memory=(row,)),))], "x")["x"].groups
     assert its[FigureGroup(FigureKind.MEMORY, "predicted")] == {
@@ -206,15 +206,15 @@ def test_states_on_other_tiers_have_rows_of_their_own():
 )
 def test_a_limit_is_a_share_of_base_that_head_may_be_above_it(before, after, text, is_beyond):
     sides = [
-        one((FigureKind.PEAK, {"other": 1} | ({} if size is None else {"peak": size})))
+        run_with_row((FigureKind.PEAK, {"other": 1} | ({} if size is None else {"peak": size})))
         for size in (before, after)
     ]
     assert bool(failures(sides[:1], sides[1:], text)) is is_beyond
 
 
 @pytest.mark.parametrize(("base", "head", "number"), [(5, None, 1), (None, 5, 0)])
-def test_what_head_does_not_know_is_beyond_any_limit(base, head, number):
-    sides = [one((FigureKind.MEMORY, {"activations": value})) for value in (base, head)]
+def test_a_figure_missing_in_head_exceeds_any_limit(base, head, number):
+    sides = [run_with_row((FigureKind.MEMORY, {"activations": value})) for value in (base, head)]
     assert len(failures(sides[:1], sides[1:], "memory=1%")) == number
 
 
@@ -226,9 +226,9 @@ def test_activations_that_a_record_leaves_out_are_unknown_and_not_nothing():
     assert figures["activations"] is None
 
 
-def test_a_limit_to_what_one_side_lacks_fails():
-    base = one((FigureKind.CALLS, {"send": 1}), (FigureKind.PEAK, {"peak": 1}))
-    head = one((FigureKind.CALLS, {"send": 1}))
+def test_a_limit_on_a_figure_missing_on_one_side_fails():
+    base = run_with_row((FigureKind.CALLS, {"send": 1}), (FigureKind.PEAK, {"peak": 1}))
+    head = run_with_row((FigureKind.CALLS, {"send": 1}))
     assert failures([base], [head], "peak=1%") == [
         "a: peak: the two sides have no such figure in common"
     ]
@@ -276,7 +276,9 @@ def test_a_limit_to_what_one_side_lacks_fails():
         (["zero3", "zero2", "--fail-on", "verdict"], "verdict: neither BASE nor HEAD", "Remove it"),
     ],
 )
-def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed, tmp_path):
+def test_records_that_cannot_be_compared_give_one_message(
+    words, finding, remedy, printed, tmp_path
+):
     files = {
         "text": "spec: zero3",
         "empty": "[]",
@@ -314,7 +316,7 @@ def test_markdown_is_a_table_in_which_names_are_text(printed, tmp_path):
     assert lines[0].startswith("### ")
 
 
-def test_the_record_has_equal_rows_too_and_what_is_no_number_as_a_word(printed, tmp_path):
+def test_the_record_has_equal_rows_and_non_numbers_as_words(printed, tmp_path):
     base = written(tmp_path / "b.json", run_record())
     head = written(tmp_path / "h.json", run_record(loss=math.nan))
     result = json.loads(printed("compare", base, head, "--json", "--fail-on", "loss=1%", code=1))

@@ -1,5 +1,5 @@
-"""Blocks that are compiled: the step of the plan, what is rejected by name with a fix, and what is
-said of bytes that are not predicted."""
+"""Compiled blocks: the step of the plan, rejections with a fix, and notes about bytes that are not
+predicted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compiled(name: str, *overrides: str) -> Spec:
 
 
 @pytest.mark.parametrize(("name", "overrides", "place", "finding"), REFUSED)
-def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, finding):
+def test_unsupported_compilation_is_rejected_by_name(name, overrides, place, finding):
     spec = compiled(name, *overrides)
     assert not check(spec)
     (fault,) = find_unsupported(spec)
@@ -50,7 +50,7 @@ def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, fi
     assert not find_unsupported(load(name, [*overrides, "compile=none"]).spec)
 
 
-def test_commands_that_know_eager_blocks_alone_say_so():
+def test_commands_for_eager_blocks_report_compiled_ones():
     with pytest.raises(SpecError, match="ptrain select with compile=block"):
         searched_job("zero3", ["compile=block", "mesh=auto"])
 

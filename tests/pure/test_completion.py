@@ -1,4 +1,4 @@
-"""`ptrain completion`: what the scripts offer in the shells that are installed."""
+"""`ptrain completion`: the completions in the installed shells."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def complete(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_what_is_typed(shell, complete):
+def test_a_shell_completes_the_typed_prefix(shell, complete):
     assert complete(shell, "ptrain ") == set(VERBS)
     assert complete(shell, "ptrain pre") == {"predict"}
     assert complete(shell, "ptrain train ") == set(list_files(*SPEC_FOLDERS))

@@ -1,4 +1,4 @@
-"""What refused numbers of ranks, heads or tokens over cp are told, and what slices obey."""
+"""Fixes for rejected numbers of ranks, heads or tokens over cp, and the options of token slices."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ from tests.pure.test_context_rules import RING, SHAPE, TP, ULYSSES, ZIGZAG, plan
     ],
     ids=str,
 )  # fmt: skip
-def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
-    attention, sequence, finding, remedy
-):
+def test_an_indivisible_sequence_is_rejected_with_a_fix(attention, sequence, finding, remedy):
     refused = refusal(spec(4, attention, sequence=sequence))
     assert refused == ("batch.sequence", finding, f"{remedy}{PADDED}.")
 
@@ -55,9 +53,7 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
         (8, 36, "Use one of 1, 2, 3, 4, 6, 12 for `mesh.cp`."),
     ],
 )
-def test_heads_that_ulysses_does_not_divide_are_refused_once_with_what_would_do(
-    ranks, sequence, remedy
-):
+def test_heads_that_ulysses_does_not_divide_are_rejected_once_with_a_fix(ranks, sequence, remedy):
     made = spec(ranks, ULYSSES, sequence=sequence)
     assert refusal(made) == ("mesh.cp", f"ulysses over {ranks} ranks does not divide 12 heads",
                              remedy)  # fmt: skip
@@ -77,14 +73,14 @@ def test_ulysses_divides_the_heads_that_tp_leaves():
     assert "does not divide 1 head per tp rank" in refusal(one)[1]
 
 
-def test_a_sequence_that_does_not_divide_is_told_degrees_that_divide_the_heads_too():
+def test_an_indivisible_sequence_is_answered_with_degrees_that_also_divide_the_heads():
     _, _, remedy = refusal(spec(3, ULYSSES, sequence=40))
     assert remedy == (
         f"Use `batch.sequence=39` or `batch.sequence=42`, or one of 1, 2, 4 for `mesh.cp`{PADDED}."
     )
 
 
-def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():
+def test_the_conditions_of_theorem_3_hold_and_fail_if_samples_differ():
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
     plan = plan_of(made)
     assert [condition.holds for condition in theorem_3(made, plan)] == [True] * 3
@@ -100,7 +96,7 @@ def headings(made: Spec) -> list[str]:
     return [heading for heading, _ in explain_compositions(made, plan_of(made))]
 
 
-def test_slices_of_the_tokens_are_told_apart_from_data_axes_where_axes_compose():
+def test_token_slices_are_distinguished_from_data_axes_in_products():
     of_slices = "why cp computes the same as a single device"
     assert headings(spec(2)) == [of_slices]
     assert headings(spec(2, inside={Axis.TP: (2, TP)})) == [of_slices, "why tp and cp compose"]

@@ -1,4 +1,4 @@
-"""Whose copy differs, along which axis, and where ranks first call different things."""
+"""Copies that differ: the rank, the axis, and the first call in which ranks differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_that_agree_depart_from_nothing():
     assert not found([copy("a")], [copy("a")])
 
 
-def test_what_one_rank_alone_holds_is_nobodys_copy():
+def test_a_tensor_of_one_rank_is_not_a_copy():
     assert not found([copy("a", part="tp=0")], [copy("b", part="tp=1")])
 
 
@@ -43,29 +43,29 @@ def test_the_rank_that_differs_from_the_most_is_named():
     assert found([copy("a")], [copy("b")], [copy("a")]) == [("w", 1, DifferenceKind.VALUE, "")]
 
 
-def test_of_two_that_differ_both_are_named_because_nothing_tells_which_is_right():
+def test_both_of_two_differing_copies_are_named():
     assert [rank for _, rank, _, _ in found([copy("a")], [copy("b")])] == [0, 1]
 
 
-def test_a_part_says_which_of_a_tensor_differs():
+def test_the_differing_part_of_a_tensor_is_named():
     tables = [[copy("a", part="[0:8]")]] * 2 + [[copy("b", part="[0:8]")]]
     assert found(*tables) == [("w", 2, DifferenceKind.VALUE, "[0:8]")]
 
 
-def test_another_dtype_is_told_before_another_value():
+def test_a_different_dtype_is_reported_before_a_different_value():
     other = copy("b", kind="bfloat16[4]")
     assert found([copy("a")], [copy("a")], [other]) == [
         ("w", 2, DifferenceKind.DTYPE, "bfloat16 for float32")
     ]
 
 
-def test_another_shape_is_told():
+def test_a_different_shape_is_reported():
     other = copy("b", kind="float32[5]")
     (mismatch,) = found([copy("a")], [copy("a")], [other])
     assert mismatch[2:] == (DifferenceKind.SHAPE, "float32[5] for float32[4]")
 
 
-def test_numbers_are_told_in_words():
+def test_numbers_are_reported_as_words():
     def counter(value: str) -> list[Replica]:
         return [copy(value, "w.step", kind="", subject=Subject.COUNTER)]
 
@@ -74,7 +74,7 @@ def test_numbers_are_told_in_words():
     ]
 
 
-def test_what_happens_first_is_told_first():
+def test_the_earliest_difference_is_reported_first():
     update, gradient = copy("a", "u"), copy("a", "g", moment=Moment.GRADIENTS)
     odd = [copy("b", "u"), copy("b", "g", moment=Moment.GRADIENTS)]
     names = [name for name, *_ in found([update, gradient], [update, gradient], odd)]
@@ -124,7 +124,7 @@ def test_random_state_at_different_places_must_differ():
     assert (root_cause.axis, root_cause.factor) == ("dp", copies.SHARED)
 
 
-def test_a_rank_that_departs_from_itself_involves_no_axis():
+def test_a_rank_that_differs_from_itself_involves_no_axis():
     alone = [
         Mismatch(
             step=3,
@@ -175,7 +175,7 @@ def test_ranks_that_call_the_same_depart_from_nothing():
         (changed(result="f00"), DifferenceKind.VALUE, calls.ANOTHER_RESULT),
     ],
 )
-def test_the_first_call_that_differs_is_named_with_what_differs(call, way, told):
+def test_the_first_differing_call_is_named_with_its_difference(call, way, told):
     assert first([SUM, SUM], [SUM, call], [SUM, SUM]) == [(1, 1, way, told)]
 
 

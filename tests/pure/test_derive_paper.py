@@ -1,4 +1,4 @@
-"""The paper's own figures, from its own theorems, and what really has to be sent."""
+"""The paper's figures by its theorems, and the actual traffic."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
 
 
 @pytest.mark.parametrize("placement", [ZERO_1, ZERO_2], ids=["Ω", "Ω, G"])
-def test_70b_with_a_sharded_optimizer_really_sends_245_gb_and_says_why(placement):
+def test_70b_with_a_sharded_optimizer_sends_245_gb_with_a_reason(placement):
     exact = derived(placement).exact
     assert exact.sent_bytes() == 245 * GB
     assert any("updated parameters are all-gathered" in note for note in exact.notes)
@@ -117,7 +117,7 @@ def test_sharding_everything_takes_an_eighth_and_sends_half_more():
         assert after.sent_bytes() / before.sent_bytes() == pytest.approx(1.5)
 
 
-def test_s_unit_is_one_layer_and_stands_apart():
+def test_s_unit_is_one_layer_and_a_separate_row():
     paper = derived(GATHERED).paper
     assert paper.bytes_of(State.TRANSIENT) == 2 * GB  # 1e9 parameters of 2 bytes
     assert derived(ZERO_2).paper.bytes_of(State.TRANSIENT) == 0
@@ -145,7 +145,7 @@ def test_fp32_counts_4_4_and_8_bytes():
     assert [paper.bytes_of(state) // (70 * GB) for state in PLACED[:3]] == [4, 8, 4]
 
 
-def test_an_outer_axis_finds_what_the_inner_one_leaves():
+def test_an_outer_axis_divides_the_result_of_the_inner_one():
     mesh = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (4, GATHERED)}
     paper = derive(make_spec(mesh, layout=ZERO16, model=BY_HAND), SEVENTY).paper
     (reduced,) = [row for row in paper.traffic if row.key.collective is Collective.ALL_REDUCE]
@@ -209,8 +209,8 @@ def test_a_group_of_4_that_shares_operators_takes_a_quarter_of_everything():
     }
 
 
-def test_what_every_rank_of_tp_has_whole_is_not_divided_by_4():
-    """The norms: 2 per block and the last one, of 70b-zero3-tp4 on 32 ranks; and tp's own sums."""
+def test_tensors_replicated_over_tp_are_not_divided_by_4():
+    """The norms: 2 per block and the last one, of 70b-zero3-tp4 on 32 ranks; and the sums of tp."""
     spec = load("70b-zero3-tp4").spec
     exact, shape = derive(spec).exact, spec.model
     norms = (2 * shape.layers + 1) * shape.hidden

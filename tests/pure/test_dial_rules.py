@@ -1,4 +1,5 @@
-"""A dial that nothing would obey is refused with what would; one that something obeys is legal."""
+"""An option without effect is rejected with the placements that it applies to; an option with
+effect is legal."""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def test_a_dial_that_nothing_obeys_is_refused(text, changes, place, finding, rem
     assert finding in fault.finding and remedy in fault.remedy
 
 
-def test_torchs_own_spread_update_gathers_when_it_will():
+def test_zero_redundancy_optimizer_decides_when_it_gathers():
     spec = one_axis("R,S,R", Axis.DP_REPLICATE, gather_after_update=NEXT)
     (fault,) = check(spec)
     assert form_of(spec) is Form.SPREAD_UPDATE
@@ -289,7 +290,7 @@ def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
     assert "no tp axis with two or more ranks" in fault.finding and "mesh.tp=2" in fault.remedy
 
 
-def test_roles_of_an_own_model_are_refused_without_tp():
+def test_roles_of_a_user_model_are_rejected_without_tp():
     own = {"model": {"target": "a:b"}, "placement": {"dp_shard": "S*,S,S,R"}, "batch": BATCH}
     own |= {"tensor": {"plan": {"up": "column"}}}
     (fault,) = check(load(own | {"mesh": {"dp_shard": 2}}).spec)
@@ -309,7 +310,7 @@ def test_the_dials_of_tp_are_obeyed_with_it(dial):
     assert not check(load("tp", [dial, EVEN]).spec)
 
 
-def test_what_is_shown_of_tp_alone_has_no_dial_of_the_data_axes():
+def test_a_spec_with_only_tp_shows_no_option_of_data_axes():
     found = minimal_spec(load("tp").spec)
     assert not {"sync", "reduce_scatter", "bucket", "unit", "overlap"} & set(found.mapping)
     (line,) = (each for each in found.left_out if "no effect with this placement" in each)

@@ -1,4 +1,4 @@
-"""The dials of DDP and FSDP2 in the prediction, by hand: what each moves and what it keeps."""
+"""The options of DDP and FSDP2 in the prediction, computed by hand: traffic and memory of each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_bucket_per_tensor_or_one_for_all_moves_the_same_bytes():
     assert rows(whole, *reduced)[:2] == (1, 4 * NUMEL)
 
 
-def test_reductions_after_backward_move_what_those_beside_it_move():
+def test_reductions_after_backward_have_the_traffic_of_overlapped_ones():
     beside, after = exact(REPLICATE, WHOLE), exact(REPLICATE, WHOLE, overlap=Overlap.NONE)
     assert beside.traffic == after.traffic
 
@@ -125,7 +125,7 @@ def test_a_smaller_group_sends_less_in_backward():
     assert (forward[2], backward[2]) == (forward[1] * 3 // 4, backward[1] // 2)
 
 
-def test_a_unit_that_a_smaller_group_keeps_stands_between_forward_and_backward():
+def test_a_unit_kept_by_a_smaller_group_is_resident_between_forward_and_backward():
     kept = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=2))
     resharded = traced(GATHERED, 4)
     whole = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=False))
@@ -134,7 +134,7 @@ def test_a_unit_that_a_smaller_group_keeps_stands_between_forward_and_backward()
 
 
 @pytest.mark.parametrize("placement", [GATHERED, tuple_of("S*,S,R")], ids=["sharded", "flat"])
-def test_torchs_own_gathers_every_unit_twice_but_the_root_that_stays(placement):
+def test_zero_redundancy_gathers_every_unit_twice_except_the_resident_root(placement):
     sync = SyncPolicy(gradients=GradientSync.LAST)
     given_back = exact(SHARD, placement, sync=sync)
     but_the_root = replace(sync, reshard_after_forward=Reshard.NON_ROOT)

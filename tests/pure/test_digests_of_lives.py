@@ -1,6 +1,6 @@
-"""A unit's gradients, and a step of units, do in every setting what they did: level and peak after
-every call, all that is sent or copied, and what resides. A digest that differs is localised by
-`python -m tests.pure.digests_of_lives --group NAME` on this commit and on the one before."""
+"""Replays of a unit's gradients, and of a step of units, have unchanged levels, peaks, traffic and
+residents in every setting. `python -m tests.pure.digests_of_lives` locates a digest that
+differs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_there_is_a_digest_of_each_group_and_they_are_of_15_168_settings():
     assert sum(numbers) == SETTINGS
 
 
-def test_what_is_played_by_default_has_each_value_of_each_dial():
+def test_the_default_settings_cover_each_value_of_each_option():
     for field in fields(Group):
         everywhere, played = (
             {getattr(group, field.name) for group in some} for some in (STEPS, STEPS[::47])

@@ -1,5 +1,5 @@
-"""Specs drawn at random over modes, tiers, layouts and dials: each is written and read back, each
-refusal says where and what instead, and each legal one has a prediction and a plan."""
+"""Random specs over modes, tiers, layouts and options: each round-trips, each rejection states
+place and fix, and each legal one has a prediction and a plan."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_a_drawn_spec_is_read_back_and_either_refused_with_a_remedy_or_predicted
             assert format_plan(spec, derivation.plan)
 
 
-def test_a_good_part_of_what_is_drawn_is_legal():
+def test_many_random_specs_are_legal():
     assert sum(not check(drawn(seed)) for seed in range(200)) > 50

@@ -1,4 +1,4 @@
-"""Specs that were drawn from the whole grammar, with a clock beside them."""
+"""Random specs of the full grammar, predicted with a clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of(estimate: Estimate) -> tuple[object, ...]:
     return [*estimate.memory], [*estimate.peak], estimate.traffic, estimate.accounts
 
 
-def test_a_clock_changes_no_byte_and_blocks_that_stand_for_others_take_their_time(written):
+def test_a_clock_changes_no_byte_and_counts_repeated_blocks(written):
     timed = 0
     for words in written:
         spec = require_runnable(load(dict(words)))

@@ -1,4 +1,4 @@
-"""What is said of models with experts that others have, and of what nearly goes together."""
+"""Messages for unsupported expert models and for near misses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fault_of(*overrides: str, source: str | Path = "zero3") -> Fault:
 
 
 @pytest.mark.parametrize("route", UNSUPPORTED, ids=".".join)
-def test_what_blocks_have_not_is_said_to_wait_with_what_to_write(route):
+def test_unsupported_expert_features_are_reported_with_an_alternative(route):
     source = "ep-tp" if route[0] == "placement" else "zero3"  # whose mesh has the axis
     fault = fault_of(f"{'.'.join(route)}=1", source=source)
     waits, remedy = UNSUPPORTED[route]
@@ -50,7 +50,7 @@ def test_what_blocks_have_not_is_said_to_wait_with_what_to_write(route):
         ("moe_z_loss_coeff", "z_loss"),
     ],
 )
-def test_what_blocks_have_by_another_name_is_asked_for(key, meant):
+def test_features_with_another_name_are_suggested(key, meant):
     assert fault_of(f"model.{key}=1").remedy == f"Did you mean {meant!r}?"
 
 

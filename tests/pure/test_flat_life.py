@@ -1,4 +1,4 @@
-"""The life of flat units, followed by hand where it is short, and by its laws where it is not."""
+"""The replay of flat units, computed by hand for short steps, and its laws for others."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_file_is_read_and_written_through_the_host():
     assert held(spec)[OMEGA] == (0, 0, state)
 
 
-def test_later_micro_batches_read_what_is_kept_in_a_file():
+def test_later_micro_batches_read_gradients_kept_in_a_file():
     spec = on_two(tuple_of("R,S,S@file"), accumulate=3)
     rows = moved(spec)
     part = 4 * FLAT // 2
@@ -119,7 +119,7 @@ def test_later_micro_batches_read_what_is_kept_in_a_file():
     assert rows[READ, G, BACKWARD] == (6, 2 * part)
 
 
-def test_an_optimizer_streamed_to_the_device_comes_and_goes():
+def test_an_optimizer_streamed_to_the_device_is_copied_in_and_out():
     spec = on_two(tuple_of("R,O,S"))
     state = 4 * FLAT + 3 * 4
     rows = moved(spec, update_tier=Tier.DEVICE)
@@ -152,7 +152,7 @@ def test_materialized_parameters_are_the_master_copies():
     assert not [key for key in rows if key[1:] == (THETA, UPDATE)]
 
 
-def test_a_reduction_beside_the_backward_pass_is_the_same_in_another_phase():
+def test_an_overlapped_reduction_only_changes_its_phase():
     spec = on_two(ZERO_1)
     late, early = moved(spec), moved(spec, overlaps=True)
     assert late[RS, G, UPDATE] == early[RS, G, BACKWARD]
@@ -289,13 +289,13 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
 
 @settings(max_examples=60)
 @given(plans())
-def test_a_step_frees_what_it_allocates(drawn: tuple[Spec, Plan]):
+def test_a_step_frees_all_its_allocations(drawn: tuple[Spec, Plan]):
     assert life(*drawn)[1] == 0
 
 
 @settings(max_examples=60)
 @given(plans())
-def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
+def test_only_gradients_live_after_backward(drawn: tuple[Spec, Plan]):
     spec, plan = drawn
     assert isinstance(plan.wrap, FlatUnits)
     rows = [*make_wrapping(spec, plan, FACTS).footprints(0)]

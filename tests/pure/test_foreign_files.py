@@ -1,4 +1,4 @@
-"""Files of other tools that are given as a spec: the message names the kind of file."""
+"""Files of other tools given as a spec: the message names the kind of file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ num_processes: 8
         ("config.json", '{"model_type": "llama", "hidden_size": 32}', "the config.json", "config:"),
     ],
 )
-def test_a_file_of_another_tool_is_named_as_what_it_is(name, content, kind, remedy, tmp_path):
+def test_a_file_of_another_tool_is_identified(name, content, kind, remedy, tmp_path):
     file = tmp_path / name
     file.write_text(content)
     (fault,) = refused(file).faults

@@ -1,4 +1,4 @@
-"""What the ghosts of torch keep and send, against closed forms that import none of them."""
+"""The replay of torch's wrappers, compared with independent closed forms of memory and traffic."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def counted(step: FullyShard, layout, count: int) -> dict:
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_fsdp2_sends_as_often_as_its_policy_says(mesh, policy: SyncPolicy, count: int):
+def test_fsdp2_sends_as_often_as_its_policy_requires(mesh, policy: SyncPolicy, count: int):
     spec, plan = planned(mesh, accumulate=count, sync=policy, layout=ZERO16)
     assert isinstance(plan.wrap, FullyShard)
     assert calls(spec, plan) == counted(plan.wrap, plan.update.layout, count)
@@ -121,7 +121,7 @@ def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolic
     assert add_traffic(ghost.traffic(times)) == add_traffic(ghost.traffic(None))
 
 
-def test_a_reduction_by_exchange_says_what_stands_for_it():
+def test_a_reduction_by_exchange_names_the_replacement():
     spec, plan = planned(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     told = {
         row.key.via
@@ -132,7 +132,7 @@ def test_a_reduction_by_exchange_says_what_stands_for_it():
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_ddp_sends_each_bucket_once_whether_beside_backward_or_behind_it(overlaps: bool):
+def test_ddp_sends_each_bucket_once_during_or_after_backward(overlaps: bool):
     facts = replace(FACTS, gradient_order=tuple(t.name for t in FACTS.tensors)[::-1])
     spec, plan = planned({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
     plan = plan.replace_steps(replace(plan.wrap, overlaps=overlaps))
@@ -166,7 +166,7 @@ def test_an_owner_of_nothing_has_a_bucket_of_one_element():
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_an_update_in_place_keeps_and_casts_what_the_layout_says(layout, optimizer: str):
+def test_an_update_in_place_keeps_and_casts_the_layouts_states(layout, optimizer: str):
     spec, plan = planned({}, layout=layout, optimizer=optimizer, momentum=0.9)
     moments = 2 if optimizer == "adamw" else 1
     update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
@@ -196,7 +196,7 @@ def test_muon_works_in_place_on_a_matrix_at_a_time(layout):
 
 
 @pytest.mark.parametrize("shard", range(RANKS))
-def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(shard: int):
+def test_the_shards_of_fsdp2_are_the_master_copies_of_materialized_parameters(shard: int):
     spec, plan = planned({Axis.DP_SHARD: (RANKS, tuple_of("M,S,S"))}, layout=ZERO16)
     layout = replace(ZERO16, gradients=DType.FP32)
     step = FullyShard(

@@ -1,4 +1,4 @@
-"""Where a process of ptrain imports from: what is installed, and nothing of the current folder."""
+"""The import path of ptrain's processes: installed modules, and nothing from the current folder."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def test_an_empty_segment_of_PYTHONPATH_names_nothing(here, monkeypatch):
     assert left(monkeypatch, here, here, "/b") == ["/b"]
 
 
-def test_a_checkout_comes_after_what_is_installed_even_if_only_the_current_folder_has_it(
-    here, monkeypatch
-):
+def test_an_editable_checkout_comes_after_installed_modules(here, monkeypatch):
     monkeypatch.setattr(import_path, "own_root", lambda: here)
     assert left(monkeypatch, here, "/a") == ["/a", here]
     assert left(monkeypatch, here, INSTALLED, "/b") == [INSTALLED, here, "/b"]

@@ -1,5 +1,5 @@
-"""What collectives take longer where their ranks have computed for long since the last one, on
-cores that both compute and send."""
+"""Stragglers: collectives take longer after long compute on cores that both compute and
+communicate."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def step(pace: HandPace, work: ModelWork | None = None, **changes: Any) -> StepT
     return time
 
 
-def more(work: ModelWork | None = None, **changes: Any) -> float:
-    """Return the seconds by which a step is longer for it."""
+def extra_seconds(work: ModelWork | None = None, **changes: Any) -> float:
+    """Return the seconds by which the step is longer with straggler delay."""
     free, late = (
         step(HandPace(overlaps=False, sent=1e-4, late=late), work, **changes)
         for late in (0.0, LATE)
@@ -55,10 +55,10 @@ def test_all_that_is_computed_ahead_of_a_collective_makes_it_late_once(name, mic
         "batch": {"global": 8, "micro": micro, "sequence": 32},
     }
     computed = step(HandPace(), **changes).spent(Spent.COMPUTE)
-    assert more(**changes) == pytest.approx(LATE * computed)
+    assert extra_seconds(**changes) == pytest.approx(LATE * computed)
 
 
-def test_blocks_that_stand_for_others_are_as_late_as_they():
+def test_repeated_blocks_have_the_straggler_delay_of_single_ones():
     mesh, placement = SHARDED
     changes: dict[str, Any] = {"mesh": mesh, "placement": placement}
     pace = HandPace(overlaps=False, sent=1e-4, byte=1e-6, late=LATE)
@@ -68,7 +68,7 @@ def test_blocks_that_stand_for_others_are_as_late_as_they():
         assert by_one.seconds == pytest.approx(all_of_them.seconds)
 
 
-def test_devices_that_compute_beside_their_links_are_not_late():
+def test_devices_that_compute_during_transfers_have_no_straggler_delay():
     mesh, placement = SHARDED
     free, late = (
         step(HandPace(sent=1e-4, late=late), mesh=mesh, placement=placement) for late in (0.0, LATE)
@@ -76,11 +76,11 @@ def test_devices_that_compute_beside_their_links_are_not_late():
     assert late.seconds == free.seconds
 
 
-def test_collectives_within_a_pass_share_what_it_computes():
+def test_collectives_within_a_pass_share_its_straggler_delay():
     sums = (InnerCollective(Collective.ALL_REDUCE, 400, 2),)
     alike = layer(FORWARD, BACKWARD, sums)
     work = ModelWork(front=layer(0, 0), layers=(alike,) * LAYERS, behind=layer(0, 0))
-    late = more(work, mesh={"tp": 2}, placement={"tp": "S,S,S,R"})
+    late = extra_seconds(work, mesh={"tp": 2}, placement={"tp": "S,S,S,R"})
     assert late == pytest.approx(LATE * 8 * LAYERS * (FORWARD + BACKWARD))
 
 
@@ -144,7 +144,7 @@ def test_hooks_of_cut_products_make_late_once():
     assert late.seconds - free.seconds == pytest.approx(LATE * spent)
 
 
-def test_lateness_is_straight_between_what_was_measured_and_no_more_beyond():
+def test_straggler_delay_is_interpolated_and_constant_beyond_measurements():
     line = Line({0.001: 0.0, 0.01: 0.0009, 0.1: 0.0018})
     seconds = [
         line.interpolate(computed) for computed in (0.0, 0.001, 0.0055, 0.01, 0.055, 0.1, 7.0)

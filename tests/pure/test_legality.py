@@ -1,4 +1,4 @@
-"""Which products are legal, and what a refusal says."""
+"""Legal products, and the messages of rejections."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_72_are_legal_with_an_optimizer_that_needs_whole_matrices():
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
-def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
+def test_the_nearest_tuple_is_legal_and_a_legal_tuple_is_its_nearest(optimizer):
     legal = set(legal_tuples(optimizer))
     for placement in ALL_TUPLES:
         nearest = DATA.nearest_legal(placement, optimizer)
@@ -72,7 +72,7 @@ def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     pytest.fail(f"{rule.name} never decides")
 
 
-def test_every_rule_has_a_name_of_its_own_and_a_theorem():
+def test_every_rule_has_a_unique_name_and_a_theorem():
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.theorem for rule in RULES)
 
@@ -113,7 +113,7 @@ def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
         (1, None, "zero16", []),
     ],
 )
-def test_whether_gradients_are_used_up_at_once_depends_on_what_else_needs_them(
+def test_gradients_are_consumed_at_once_if_no_other_step_needs_them(
     accumulate, clip, layout, words
 ):
     mesh = {Axis.DP_REPLICATE: (2, tuple_of("R,R,M"))}
@@ -141,7 +141,7 @@ def test_the_master_copy_may_lie_anywhere(optimizer):
     )
 
 
-def test_a_sum_beside_its_parts_is_in_slices_at_every_micro_batch():
+def test_a_sum_with_addends_is_sharded_in_every_micro_batch():
     late, both = SyncPolicy(gradients=GradientSync.LAST), LAYOUTS["zero20"]
     cut = {Axis.DP_SHARD: (2, ZERO_2)}
     (fault,) = check(make_spec(cut, accumulate=2, sync=late, layout=both))
@@ -235,7 +235,7 @@ def test_activations_are_given_once():
          "Use `model.vocab=259` or more."),
     ],
 )  # fmt: skip
-def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
+def test_an_impossible_shape_is_rejected(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 

@@ -1,5 +1,5 @@
-"""A schedule that the user lists: read beside the spec, proven before it runs, recorded whole; and
-refused with the place where it is wrong."""
+"""A schedule listed by the user: read from a file next to the spec, checked before it runs,
+recorded in full, and rejected with the place of an error."""
 
 from __future__ import annotations
 
@@ -77,21 +77,23 @@ def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
     )
 
 
-def test_a_list_costs_what_the_schedule_that_it_lists_costs(tmp_path):
+def test_a_list_costs_as_much_as_the_listed_schedule(tmp_path):
     own = derive(listed(tmp_path, OWN)).exact
     (tmp_path / "named.yaml").write_text(spec_text("1f1b"))
     named = derive(require_runnable(load(tmp_path / "named.yaml"))).exact
     assert (own.memory, own.peak, own.traffic) == (named.memory, named.peak, named.traffic)
 
 
-def test_what_is_recorded_has_the_rows_and_needs_no_file(tmp_path):
+def test_a_record_has_the_rows_and_needs_no_file(tmp_path):
     spec = listed(tmp_path, OWN)
     assert spec.resolved["pipeline"]["schedule"] == ROWS
     (tmp_path / "own.csv").unlink()
     assert load(spec.resolved).spec.pipeline == spec.pipeline
 
 
-def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, capsys):
+def test_a_file_on_the_command_line_is_relative_to_the_current_folder(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "here").mkdir()
     (tmp_path / "spec.yaml").write_text(spec_text("gpipe"))
     (tmp_path / "here" / "own.csv").write_text(OWN)
@@ -158,7 +160,7 @@ def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, 
     ],
     ids=lambda value: value[:40].strip(),
 )
-def test_what_is_no_step_is_refused_with_its_place(tmp_path, rows, finding):
+def test_an_invalid_step_is_rejected_with_its_place(tmp_path, rows, finding):
     assert refusal(tmp_path, rows) == finding
 
 

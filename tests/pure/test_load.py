@@ -41,7 +41,7 @@ def placed(spec: Spec) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp_path):
+def test_every_spec_loads_by_name_by_path_and_from_its_resolved_form(name, tmp_path):
     spec = load(name).spec
     assert load(FILES[name]).spec == spec == load(str(FILES[name])).spec
     assert load(spec.resolved).spec == spec
@@ -77,7 +77,7 @@ def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp
     ]
     + [{"precision": {"layout": name}} for name in LAYOUTS],
 )
-def test_what_a_spec_resolves_to_is_a_fixed_point(changes, tmp_path):
+def test_a_resolved_spec_resolves_to_itself(changes, tmp_path):
     spec = loaded(**changes)
     written = tmp_path / "spec.yaml"
     written.write_text(to_yaml(spec.resolved), encoding="utf-8")
@@ -113,7 +113,7 @@ def test_reshard_is_another_word_for_a_key_of_sync(value):
     assert load(loaded(reshard=1000).resolved, [f"reshard={str(value).lower()}"]).spec == spec
 
 
-def test_reshard_stands_above_a_strategys_policy():
+def test_reshard_overrides_a_strategys_policy():
     assert load("zero3-keep", ["reshard=true"]).spec.sync.reshard_after_forward is True
 
 
@@ -126,7 +126,7 @@ def test_reshard_stands_above_a_strategys_policy():
         ({"tier": "file"}, "S@host,O,R,R", "O,S@file,R,R"),
     ],
 )
-def test_o_is_where_the_offload_says_and_a_written_tier_stays(offload, placement, expected):
+def test_o_is_on_the_tier_of_the_offload_and_a_written_tier_stays(offload, placement, expected):
     changes = {"offload": offload} if offload else {}
     spec = loaded(placement={"dp_shard": placement}, **changes)
     assert str(spec.factors[0].placement) == expected
@@ -149,7 +149,7 @@ def test_o_is_where_the_offload_says_and_a_written_tier_stays(offload, placement
         ),
     ],
 )
-def test_dtypes_beside_a_layout_replace_its_own(written, expected):
+def test_dtypes_given_with_a_layout_replace_its_dtypes(written, expected):
     assert loaded(precision=written).precision.layout == expected
 
 
@@ -226,7 +226,7 @@ def test_an_axis_of_degree_one_vanishes():
     assert loaded(mesh={"dp_shard": 1}).factors == ()
 
 
-def test_factors_stand_in_the_order_of_the_file():
+def test_factors_keep_the_order_of_the_file():
     placement = {"dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R"}
     outer = loaded(mesh={"dp_replicate": 2, "dp_shard": 4}, placement=placement)
     inner = loaded(mesh={"dp_shard": 4, "dp_replicate": 2}, placement=placement)
@@ -273,13 +273,13 @@ def test_whole_gradients_are_reduced_once(placement, expected):
     assert loaded(mesh={}, placement={}).sync.gradients is GradientSync.LAST
 
 
-def test_modes_of_a_tuple_stand_in_the_order_of_the_paper():
+def test_modes_of_a_tuple_have_the_order_of_the_paper():
     placement = loaded(placement={"dp_shard": ["S*", "S", "R", "R"]}).factors[0].placement
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
     assert [str(placement[state]) for state in states] == ["S*", "S", "R", "R"]
 
 
-def test_presets_are_names_or_files_and_fields_beside_them_win(tmp_path):
+def test_presets_are_names_or_files_and_explicit_fields_win(tmp_path):
     (tmp_path / "mine.yaml").write_text("{layers: 3, hidden: 64, heads: 4, ffn: 96, vocab: 300}")
     (tmp_path / "spec.yaml").write_text(
         "model: {preset: mine.yaml, heads: 8}\nmesh: {}\nbatch: {sequence: 8}\n"
@@ -335,7 +335,7 @@ def test_plain_scalars_follow_yaml_1_2(text, value):
 
 
 @pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
-def test_what_is_no_number_has_three_spellings(text):
+def test_nan_has_three_spellings(text):
     assert math.isnan(parse_scalar(text))
 
 
@@ -345,7 +345,7 @@ def test_a_number_of_hundreds_of_digits_is_infinite():
     assert (parse_scalar("9" * 401), parse_scalar("-" + "9" * 401)) == (math.inf, -math.inf)
 
 
-def test_a_document_knows_where_each_key_stands(tmp_path):
+def test_a_document_locates_each_key(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(to_yaml(loaded().resolved))
     document = load(file, ["mesh.dp_shard=4"])

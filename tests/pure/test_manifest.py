@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest guards: its files, and itself."""
+"""The checkpoint manifest protects its files and itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def rewrite(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """As a ptrain would that means it."""
+    """Rewrite the manifest consistently."""
     (checkpoint / manifest.NAME).write_bytes(manifest.seal_text(content))
 
 
@@ -99,7 +99,7 @@ def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, n
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", '{"files": 3}', '{"files": {"a": 1}}', "[" * 99999, "\udcff"]
 )
-def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
+def test_an_unreadable_manifest_is_rejected(checkpoint, text):
     (checkpoint / manifest.NAME).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PtrainError, match="is not readable"):
         manifest.read(checkpoint)

@@ -1,4 +1,4 @@
-"""What is resolved, predicted and timed of an optimizer that is not fused follows from its row."""
+"""The resolved spec, prediction and time of an optimizer that is not fused follow from its row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_update_takes_what_its_operators_take(name: str) -> None:
+def test_an_update_takes_the_time_of_its_operators(name: str) -> None:
     known = pace()
     own = [
         known.operator_seconds(Operator(OperatorKind.POINTWISE, DType.FP32, (4 * 500 * number,)))

@@ -1,4 +1,4 @@
-"""The folder in which a spec's `target:` is looked for: that of the spec's own file."""
+"""The folder in which a spec's `target:` is imported from: the folder of the spec file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder_of(source: Any, *overrides: str) -> str | None:
     return model.folder
 
 
-def test_it_is_the_folder_of_the_file_however_that_is_named(home, monkeypatch):
+def test_the_folder_does_not_depend_on_the_path_notation(home, monkeypatch):
     monkeypatch.chdir(home)
     (home.parent / "link.yaml").symlink_to(home / "mine.yaml")
     (home.parent / "linked").symlink_to(home, target_is_directory=True)
@@ -52,20 +52,20 @@ def test_it_is_the_folder_of_the_file_however_that_is_named(home, monkeypatch):
         assert folder_of(source) == str(home), source
 
 
-def test_a_spec_that_is_no_file_of_the_users_has_none(home, monkeypatch):
+def test_a_built_in_spec_has_no_folder(home, monkeypatch):
     monkeypatch.chdir(home)
     assert folder_of(OWN) is None
     assert folder_of("ddp", "model={target: my_model:build}") is None
 
 
-def test_a_folder_that_is_written_stands_in_the_specs_own(home, monkeypatch):
+def test_a_written_folder_is_relative_to_the_specs_folder(home, monkeypatch):
     monkeypatch.chdir(home.parent)
     assert folder_of("home/mine.yaml", "model.folder=models") == str(home / "models")
     assert folder_of("home/mine.yaml", "model.folder=/models") == "/models"
     assert folder_of("home/mine.yaml", "model.folder=null") is None
 
 
-def test_the_resolved_spec_keeps_it_wherever_it_is_written(home, tmp_path):
+def test_the_resolved_spec_keeps_the_folder(home, tmp_path):
     for source in (home / "mine.yaml", OWN):
         spec = load(source).spec
         written = tmp_path / "spec.resolved.yaml"
@@ -74,13 +74,13 @@ def test_the_resolved_spec_keeps_it_wherever_it_is_written(home, tmp_path):
         assert load(written).spec.resolved == spec.resolved
 
 
-def test_it_belongs_to_a_target():
+def test_the_folder_requires_a_target():
     for model in ({"hf": "llama", "folder": "/a"}, {"preset": "llama-tiny", "folder": "/a"}):
         with pytest.raises(SpecError, match="model\\.folder: folder requires `target`"):
             load(OWN | {"model": model})
 
 
-def test_the_model_is_the_same_wherever_its_spec_lies(home):
+def test_the_model_does_not_depend_on_the_specs_location(home):
     here = load(home / "mine.yaml").spec
     there = load(home / "mine.yaml", ["model.folder=/elsewhere"]).spec
     assert model_fault(trained_sections(here), there) is None

@@ -1,4 +1,4 @@
-"""Specs of models that are not built in: what their keys may be, and that they are written back."""
+"""Specs of user models: legal keys, and the resolved spec."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("change", "place", "finding", "remedy"), FAULTS)
-def test_a_fault_says_where_what_and_what_instead(change, place, finding, remedy):
+def test_an_error_states_place_finding_and_fix(change, place, finding, remedy):
     with pytest.raises(SpecError) as caught:
         require_runnable(load(SPEC | change))
     fault = next(fault for fault in caught.value.faults if place in fault.place)
@@ -103,7 +103,7 @@ def test_a_plan_keeps_its_order():
     )
 
 
-def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
+def test_a_shown_plan_has_the_roles_of_a_user_model():
     spec = load(SPEC | {"tensor": {"plan": PLAN}}).spec
     lines = format_plan(spec, lower(spec, facts_of(spec))).splitlines()
     assert lines[-3:] == [
@@ -123,6 +123,6 @@ def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
         ({"preset": "llama-tiny"}, {}, "logits sharded over the vocabulary"),
     ],
 )
-def test_a_plan_says_of_the_logits_what_its_head_is(model, tensor, words):
+def test_a_plan_derives_the_logits_from_its_head(model, tensor, words):
     spec = load(SPEC | {"model": model, "tensor": tensor}).spec
     assert f"{words}\n" in format_plan(spec, lower(spec, facts_of(spec)))

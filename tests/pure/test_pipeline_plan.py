@@ -1,4 +1,5 @@
-"""A spec with pp as a plan: stages on their ranks, the drawn schedule, Theorem 7's conditions."""
+"""The plan of a spec with pp: stages by rank, the schedule drawing, and the conditions of Theorem
+7."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_a_spec_without_pp_has_no_stages():
         ("dualpipev", 4, (0, 1, 1, 0)),
     ],
 )
-def test_each_stage_stands_on_its_rank_with_its_layers(name, stages, rank_of):
+def test_each_stage_is_listed_with_its_rank_and_layers(name, stages, rank_of):
     said = {"schedule": name} | ({"stages": stages} if stages else {})
     step = step_of(legal({"pp": 2}, said | {"split": "layers"}))
     each = 8 // len(rank_of)
@@ -76,7 +77,7 @@ def test_layers_are_cut_as_the_spec_lists_them():
     assert [len(layers) for layers in step_of(legal({"pp": 2}, {"split": [1, 7]})).layers] == [1, 7]
 
 
-def test_heavy_ends_have_fewer_layers_if_nothing_is_said():
+def test_stages_with_embedding_or_head_have_fewer_layers_by_default():
     model = SHAPE | {"vocab": 2000}
     layers = step_of(legal({"pp": 4}, model=model)).layers
     assert [len(each) for each in layers] == [1, 3, 3, 1]
@@ -126,7 +127,7 @@ def test_units_that_are_kept_are_gathered_once_and_others_by_every_micro_batch(n
         ("1f1b", False, [GatherCounts(3, 1), GatherCounts(4, 0)]),
     ],
 )
-def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forward, expected):
+def test_a_policy_for_one_pass_costs_as_the_schedule_requires(name, after_forward, expected):
     made = make_schedule(ScheduleName(name), pipeline(2, 1, 4))
     sync = SyncPolicy(reshard_after_forward=after_forward, reshard_after_backward=not after_forward)
     assert [stage_gathers(made, stage, sync) for stage in (0, 1)] == expected
@@ -149,13 +150,13 @@ def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
 @pytest.mark.parametrize(
     ("microbatches", "bubble"), [(32, "17.9% of the step, 21.9%"), (4, "63.6% of the step, 175.0%")]
 )
-def test_the_bubble_is_told_in_both_conventions(microbatches, bubble):
+def test_the_bubble_is_shown_in_both_conventions(microbatches, bubble):
     batch = {"sequence": 32, "accumulate": microbatches}
     spec = legal({"pp": 8}, {"schedule": "gpipe"}, batch=batch)
     assert f"bubble   {bubble} of the ideal time" in format_plan(spec, planned(spec))
 
 
-def test_stages_behind_hold_fewer_micro_batches():
+def test_later_stages_hold_fewer_micro_batches():
     spec = legal({"pp": 4})
     flying = [line for line in format_plan(spec, planned(spec)).splitlines() if "in flight" in line]
     assert [int(line.split("up to ")[1].split()[0]) for line in flying] == [4, 3, 2, 1]
@@ -177,7 +178,7 @@ def test_a_plan_without_pp_draws_nothing():
     ],
 )
 @pytest.mark.parametrize("tp", [1, 3])
-def test_both_orders_hold_and_the_plan_says_which_it_is(axes, first, tp):
+def test_both_orders_are_legal_and_the_plan_names_the_order(axes, first, tp):
     mesh = dict.fromkeys(axes, 2) | ({"tp": tp} if tp > 1 else {})
     spec = legal(mesh, **(SLICED if tp > 1 else {}))
     found = theorem_7(spec, planned(spec))
@@ -189,13 +190,13 @@ def test_both_orders_hold_and_the_plan_says_which_it_is(axes, first, tp):
     assert f"composed {first} holds" in format_plan(spec, planned(spec))
 
 
-def test_no_condition_is_asked_where_no_data_axis_stands_beside_pp():
+def test_without_a_data_axis_pp_has_no_conditions():
     for mesh in ({"pp": 2}, {"dp_shard": 2}, {"pp": 2, "tp": 3}):
         spec = legal(mesh)
         assert theorem_7(spec, planned(spec)) == ()
 
 
-def test_groups_that_break_a_condition_are_told_apart():
+def test_groups_that_violate_a_condition_are_listed_separately():
     stages = [(0, 1), (2, 3)]
     assert are_consecutive(stages) and not are_consecutive([(0, 2), (1, 3)])
     assert are_within([(0, 1), (2, 3)], stages) and not are_within([(0, 2)], stages)

@@ -1,5 +1,4 @@
-"""What a spec may say of stages and schedules, and which products with pp are legal: each refusal
-names what would be right."""
+"""Keys for stages and schedules, and legal products with pp; each rejection names a fix."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def faults(*arguments, **sections) -> list[tuple[str, str, str]]:
     return [(fault.place, fault.finding, fault.remedy) for fault in found]
 
 
-def test_a_spec_that_says_nothing_has_1f1b_and_a_stage_a_rank_cut_by_parameters():
+def test_by_default_a_spec_has_1f1b_and_one_stage_per_rank_split_by_parameters():
     assert spec({"pp": 4}).pipeline == PipelineSpec()
     said = spec({"pp": 4}).pipeline
     assert (said.schedule, said.split) == (ScheduleName.ONE_F_ONE_B, SplitBy.PARAMETERS)
@@ -49,7 +48,7 @@ def test_a_schedule_made_for_two_stages_a_rank_has_two(name):
     assert not check(made)
 
 
-def test_a_list_says_how_many_stages_there_are():
+def test_a_list_determines_the_number_of_stages():
     made = spec({"pp": 2}, {"schedule": "interleaved", "split": [1, 3, 2, 2]})
     assert made.pipeline == PipelineSpec(
         schedule=ScheduleName.INTERLEAVED, stages=None, split=(1, 3, 2, 2)
@@ -69,7 +68,7 @@ def test_a_list_says_how_many_stages_there_are():
     ],
     ids=str,
 )
-def test_what_is_resolved_loads_to_the_same_spec(said):
+def test_a_resolved_spec_loads_to_the_same_spec(said):
     made = spec({"pp": 2, "dp_shard": 2}, said)
     assert load(made.resolved).spec == made
     written = made.resolved["pipeline"]
@@ -77,7 +76,7 @@ def test_what_is_resolved_loads_to_the_same_spec(said):
     assert ("stages" in written) is ("stages" in said)  # what follows would hinder another mesh
 
 
-def test_a_spec_without_pp_says_nothing_of_it():
+def test_a_spec_without_pp_does_not_mention_it():
     assert "pipeline" not in spec({"dp_shard": 2}).resolved
 
 
@@ -89,7 +88,7 @@ def test_a_spec_without_pp_says_nothing_of_it():
         ({"dp_shard": 2}, FULLY, False),
     ],
 )
-def test_units_that_are_gathered_in_a_pipeline_stay_so_until_the_last_backward(mesh, tuple_, keeps):
+def test_unsharded_units_in_a_pipeline_stay_so_until_the_last_backward(mesh, tuple_, keeps):
     placement = {"pp": "S,S,S,R", "dp_shard": tuple_}
     made = spec(mesh, placement={axis: placement[axis] for axis in mesh})
     assert made.sync.reshard_after_forward is not keeps
@@ -267,7 +266,7 @@ def test_every_zero_stage_is_legal_within_a_pipeline_in_both_orders(axes, tuple_
     assert not check(spec(dict.fromkeys(axes, 2), placement=tuples))
 
 
-def test_tp_may_stand_outside_pp_with_a_warning_of_its_price():
+def test_tp_outside_pp_is_legal_with_a_warning_about_its_cost():
     assert not derive(spec({"dp_replicate": 2, "pp": 2, "tp": 3})).exact.warnings
     assert not faults({"tp": 3, "pp": 2})
     (warning,) = derive(spec({"tp": 3, "pp": 2})).exact.warnings
@@ -289,7 +288,7 @@ def test_units_that_span_stages_wait(unit, runs):
     assert waiting == ["unit"] * (not runs)
 
 
-def test_an_optimizer_of_whole_matrices_waits_until_stages_tell_them():
+def test_an_optimizer_of_full_matrices_is_not_supported_on_stages():
     (fault,) = find_unsupported(spec({"pp": 2}, optimizer={"name": "muon"}))
     assert fault.place == "optimizer.name"
     assert fault.finding.startswith("not supported yet: muon with pp")
@@ -319,7 +318,7 @@ def test_slices_that_halves_of_a_backward_pass_gather_wait(name, activations):
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_spread_update_is_torch_s_own_on_whole_models_only(degree):
+def test_a_spread_update_is_supported_on_full_models_only(degree):
     mesh = {"pp": degree, "dp_replicate": 2}
     tuples = {"pp": "S,S,S,R", "dp_replicate": "R,S,R,R"}
     asked = spec(mesh, placement={axis: tuples[axis] for axis in mesh})

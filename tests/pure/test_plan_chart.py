@@ -1,4 +1,4 @@
-"""`ptrain plan SPEC --chart FILE`: the file, the record, and what is refused before it is made."""
+"""`ptrain plan SPEC --chart FILE`: the file, the record, and rejections before it is made."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def refusal(arguments: list[str], capsys) -> str:
         ("n" * 300 + ".png", "cannot write: File name too long", "Use another file"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tmp_path, capsys):
+def test_an_impossible_file_is_rejected(name, finding, remedy, spec, drawn, tmp_path, capsys):
     (tmp_path / "folder.png").mkdir()
     before = sorted(tmp_path.rglob("*"))
     message = refusal([spec, "--chart", str(tmp_path / name)], capsys)
@@ -154,7 +154,7 @@ def test_without_matplotlib_the_extra_is_named_and_nothing_is_written(spec, fold
     assert not list(folder.iterdir())
 
 
-def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, capsys):
+def test_a_broken_matplotlib_counts_as_missing(spec, folder, capsys):
     with (
         patch("ptrain.charts.canvas.find_spec", lambda name: name),
         patch.dict(sys.modules, {"matplotlib": None}),
@@ -164,7 +164,7 @@ def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, ca
     assert not list(folder.iterdir())
 
 
-def test_a_disk_that_fails_leaves_the_older_picture_and_nothing_else(spec, drawn, folder, capsys):
+def test_a_disk_failure_keeps_the_older_picture(spec, drawn, folder, capsys):
     chart = folder / "a.png"
     chart.write_bytes(b"older")
     full = OSError(28, "No space left on device")

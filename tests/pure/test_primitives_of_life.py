@@ -48,7 +48,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @followed
-def test_zero_2_reduces_what_each_unit_gave_and_gathers_in_place():
+def test_zero_2_reduces_each_units_gradients_and_gathers_in_place():
     forward, backward, reduction, update = asked(on_two(ZERO_2))
     assert forward == reduction == []
     assert backward == [
@@ -65,7 +65,7 @@ def test_zero_2_reduces_what_each_unit_gave_and_gathers_in_place():
 
 
 @followed
-def test_what_is_on_the_host_comes_in_the_dtype_of_use_and_is_updated_there():
+def test_host_states_are_copied_in_the_dtype_of_use_and_updated_there():
     forward, backward, reduction, update = asked(
         on_two(tuple_of("O,O,S"), layout=ZERO16), prefetch=0
     )
@@ -135,7 +135,7 @@ def test_a_second_gradient_is_written_where_the_first_was_and_both_are_added_up(
 
 
 @followed
-def test_what_a_file_keeps_is_updated_on_the_device_by_way_of_the_host():
+def test_file_states_are_updated_on_the_device_through_the_host():
     *_, update = asked(on_two(tuple_of("S*@file,S@file,S@file")), update_tier=Tier.DEVICE)
     states = [
         *("36 on host as optimizer", "36 on device as optimizer") * 2,
@@ -160,7 +160,7 @@ def test_a_counter_is_no_moment_and_is_never_cast():
 
 
 @followed
-def test_what_is_updated_whole_is_gathered_as_what_it_is():
+def test_fully_updated_states_are_gathered_in_their_dtype():
     *_, reduction, update = asked(on_two(tuple_of("S*,R,S")))
     assert reduction == ["72 on device as gradients", "gather awaited"] * 2
     assert update == [
@@ -261,7 +261,7 @@ def test_without_prefetch_and_overlap_everything_is_awaited():
         ("S*,R,S", {"prefetch": 3}, 3),
     ],
 )
-def test_the_next_unit_comes_ahead_where_the_spec_does_not_say(modes, dials, ahead):
+def test_by_default_the_next_unit_is_prefetched(modes, dials, ahead):
     wrap = lower(replace(on_two(tuple_of(modes)), **dials), FACTS).wrap
     assert isinstance(wrap, FlatUnits)
     assert wrap.prefetch == ahead
@@ -285,9 +285,7 @@ def test_a_unit_ahead_is_begun_in_both_directions():
         ("R,S,R", Overlap.BACKWARD, True),
     ],
 )
-def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_otherwise(
-    modes, overlap, overlaps
-):
+def test_sharded_gradients_are_reduced_during_backward_by_default(modes, overlap, overlaps):
     spec = replace(on_two(tuple_of(modes)), overlap=overlap)
     assert lower(spec, FACTS).wrap.overlaps is overlaps
 
@@ -305,7 +303,7 @@ def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_o
         ("R,R,O", None, False),
     ],
 )
-def test_updated_parts_are_gathered_beside_the_update_where_that_takes_no_room(
+def test_updated_shards_are_gathered_during_the_update_if_no_memory_is_needed(
     shards, replicas, is_beside
 ):
     outer = {} if replicas is None else {Axis.DP_REPLICATE: (2, tuple_of(replicas))}
@@ -332,7 +330,7 @@ def test_overlap_begins_every_reduction_of_the_backward_pass():
 
 
 @followed
-def test_gathers_beside_the_update_are_begun_and_those_after_it_are_awaited():
+def test_overlapped_gathers_are_started_and_later_ones_awaited():
     spec = on_two(ZERO_2)
     *_, update = calls_of(spec, gather_after_update=GatherAfterUpdate.DURING_UPDATE)
     assert update == ["gather begun"] * 2
@@ -365,7 +363,7 @@ def test_a_unit_of_one_tensor_bears_its_name_alone():
 
 @settings(max_examples=60)
 @given(plans())
-def test_what_is_kept_counts_as_the_state_that_it_is_listed_as(drawn: tuple[Spec, Plan]):
+def test_resident_tensors_count_as_their_listed_state(drawn: tuple[Spec, Plan]):
     """Theta and G by their tags. Omega's too: a scalar as much as a moment."""
     spec, plan = drawn
     pages, flat = opened_plan(spec, plan)
@@ -390,7 +388,7 @@ def test_a_second_step_is_the_first_again(drawn: tuple[Spec, Plan]):
     ]
 
 
-def test_a_signature_tells_what_a_pass_depends_on():
+def test_a_signature_contains_the_dependencies_of_a_pass():
     _, flat = opened(on_two(ZERO_2, accumulate=2))
     seen = [flat.units.signature()]
     for unit in range(2):

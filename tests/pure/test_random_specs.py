@@ -1,5 +1,5 @@
-"""Specs drawn from the declared grammar: every key and every kind of value that it declares can be
-drawn, what is drawn is legal, and a draw is a function of its seed."""
+"""Random specs of the declared grammar: every key and kind of value can be drawn, draws are legal
+and depend only on the seed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_every_kind_of_value_is_one_that_its_key_takes():
                 holds.check(value)
 
 
-def test_a_key_of_which_nobody_knows_a_text_is_named():
+def test_a_text_key_without_known_values_is_named():
     with pytest.raises(LookupError, match=r"new\.key: any text will do"):
         [*keys.of_key("new.key", Text("what is new"))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_drawn_is_legal_and_a_function_of_its_seed(seed):
+def test_random_specs_are_legal_and_depend_only_on_the_seed(seed):
     draw = drawn(seed)
     spec = resolve_auto(load(dict(draw.written)))
     assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1

@@ -1,4 +1,4 @@
-"""`recompute: {budget: SIZE}`: the policy that computes least again and fits."""
+"""`recompute: {budget: SIZE}` chooses the policy with the least recomputation that fits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_over_long_sequences_the_scores_cost_more_than_a_third_of_the_blocks():
     )
 
 
-def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
+def test_every_policy_can_be_chosen_and_reloads_from_the_resolved_spec(peaks):
     tuples = {"dp_shard": ["S*", "S", "S", "M"]}
     for changes in ({}, {"activations": {"0-3": "M", "4-": "O"}}, {"placement": tuples}):
         for spec in ladder(document(**changes).spec):
@@ -138,7 +138,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
     assert finding.endswith("is 60 MiB, with full for every 2 blocks")
 
 
-def test_a_policy_beside_its_budget_keeps_it(peaks):
+def test_an_explicit_policy_overrides_the_budget(peaks):
     written = {"budget": "60 MiB", "policy": "selective"}
     assert refusal(activations="M", recompute=written) == (
         "recompute.budget",
@@ -149,7 +149,7 @@ def test_a_policy_beside_its_budget_keeps_it(peaks):
     assert said(resolve_auto(document(activations="M", recompute=written))) == "selective"
 
 
-def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
+def test_unknown_peaks_are_rejected_as_a_basis(peaks):
     peaks.clear()
     place, finding, remedy = refusal()
     assert place == "recompute.budget"

@@ -1,4 +1,4 @@
-"""A training that is refused leaves nothing behind, and says what would be right."""
+"""A rejected training leaves no files and names a fix."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
         ("", RuntimeError("no room"), "is not writable: no room"),
     ],
 )
-def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
+def test_an_unwritable_folder_is_rejected_with_a_reason(folder, error, finding, tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / folder
     (fault,) = unusable_folder_error(str(path), error).faults
@@ -91,7 +91,7 @@ def test_only_states_in_files_need_their_folder(placement, tmp_path):
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `ptrain train` says where it refuses; it has made no run folder."""
+    """Return the message with which `ptrain train` rejects a run; it has made no run folder."""
     before = tree(Path())
     assert main(["train", *arguments]) == 2
     assert tree(Path()) == before
@@ -102,7 +102,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def tree(root: Path) -> dict[str, bytes | str | None]:
-    """Every path below `root`, with its content."""
+    """Return every path below `root` with its content."""
     return {
         str(path): os.readlink(path)
         if path.is_symlink()
@@ -169,7 +169,7 @@ def test_a_run_that_did_a_step_is_kept_whatever_ends_it(here):
     assert (claim.folder.path / "spec.resolved.yaml").exists()
 
 
-def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys):
+def test_an_invalid_run_folder_is_rejected_with_its_kind(here, capsys):
     (here / "file").touch()
     (here / "used").mkdir()
     (here / "used" / "a").touch()
@@ -195,7 +195,7 @@ def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys
         ("empty", "error: --resume empty: contains no checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused_with_what_it_is(here, capsys, asked, finding):
+def test_an_invalid_checkpoint_is_rejected_with_its_kind(here, capsys, asked, finding):
     (here / "file").touch()
     (here / "empty").mkdir()
     assert finding in refusal(capsys, "zero3", "--resume", asked)
@@ -216,7 +216,7 @@ def test_another_model_is_refused_before_a_folder_is_made(here, capsys):
     assert "hidden: 7" in told
 
 
-def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
+def test_a_damaged_checkpoint_is_reported_once_as_damaged(here, capsys):
     (path,) = trained(here / "runs" / "a", 4)
     (path / "__0_0.distcp").write_bytes(bytes(10))
     told = refusal(capsys, "zero3", "--resume", "runs/a")
@@ -230,13 +230,13 @@ def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
     assert "step-00000008" in told and "step-00000004" in told
 
 
-def test_an_older_sound_checkpoint_is_what_counts(here, capsys):
+def test_an_older_valid_checkpoint_is_used(here, capsys):
     _, newer = trained(here / "runs" / "a", 4, 8)
     (newer / "__0_0.distcp").unlink()
     assert "already at step 4 of 3" in refusal(capsys, "train.steps=3", "--resume", "runs/a")
 
 
-def test_auto_is_the_run_of_its_own_folder_and_no_other(here, capsys):
+def test_auto_resumes_only_the_run_of_its_folder(here, capsys):
     trained(here / "runs" / "20260101-000000-zero3", 4)
     assert resume_candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
@@ -281,17 +281,17 @@ def test_two_specs_are_refused_with_both(here, capsys):
 # -- validate
 
 
-class Reached(PtrainError):
+class TrainingStarted(PtrainError):
     """A training would start."""
 
 
 def test_a_run_that_was_profiled_late_is_validated_without_its_profile(here, monkeypatch):
     def train(*_: object, **__: object) -> None:
-        raise Reached
+        raise TrainingStarted
 
     monkeypatch.setattr(validate, "train", train)
     (here / "spec.yaml").write_text(SPEC_WITH_PROFILE)
-    with pytest.raises(Reached):
+    with pytest.raises(TrainingStarted):
         validate.run(Namespace(arguments=["spec.yaml"], json=False, allow_import=False))
     assert main(["validate", "spec.yaml", "profile=[6]"]) == 2
 

@@ -1,4 +1,4 @@
-"""Who writes into a run folder, and what ranks that are started anew go on with."""
+"""Locks of run folders, and the state that restarted ranks resume from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_does_not_prevent_training(tmp_path, monkeypatch):
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -86,7 +86,7 @@ def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(here, monkeypatch):
+def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkeypatch):
     first = opened()
     first.lock.release()
     mark_as_latest(first.folder)
@@ -103,7 +103,7 @@ def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(he
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_what_was_to_be_continued_is_so_until_the_run_has_written_checkpoints_itself(here):
+def test_resume_applies_until_the_run_has_written_checkpoints(here):
     trained(here / "run", 10, 50)
     for _ in range(2):  # the second attempt finds what the first one found
         opened(here / "run", resuming=True).lock.release()
@@ -123,12 +123,12 @@ def test_a_folder_that_the_first_attempt_was_refused_is_not_taken_over(here, mon
     assert not is_run_of_agent(here / "run", "")
 
 
-def test_a_first_attempt_is_as_it_was_told(here):
+def test_a_first_attempt_follows_its_options(here):
     options = Options(spec="zero3", run_dir=Path("run"))
     assert apply_agent_restart(options) is options
 
 
-def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch):
+def test_a_rejected_run_is_removed_under_its_lock(here, monkeypatch):
     claim = opened(here / "run")
 
     def put_back(*_: object) -> None:
@@ -150,7 +150,7 @@ def test_a_signal_while_a_failed_attempt_is_ended_ends_the_job(tmp_path, monkeyp
     assert launch.launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
 
 
-def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monkeypatch, capsys):
+def test_only_ptrains_launcher_restarts_failed_ranks(here, monkeypatch, capsys):
     resumed = []
 
     def fails(argv: list[str], **_: object) -> int:

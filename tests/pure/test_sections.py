@@ -1,4 +1,4 @@
-"""What a section of a spec becomes, and what follows where it says nothing."""
+"""The values and defaults of the sections of a spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptrain.spec.write import to_yaml
 from tests.pure.changes import BASE, loaded
 
 
-def test_a_preset_keeps_its_name_while_the_shape_is_its_own():
+def test_a_preset_keeps_its_name_if_the_shape_is_unchanged():
     assert load("zero3", ["model={preset: llama-tiny}"]).spec.model.preset == "llama-tiny"
     spec = load("zero3", ["model={preset: llama-tiny, layers: 3}"]).spec
     assert (spec.model.preset, spec.model.layers) == ("", 3)
@@ -42,7 +42,7 @@ def test_a_vocabulary_has_a_size_and_a_place_where_it_is_known(model, vocabulary
     assert loaded(model=model).model.vocabulary == vocabulary
 
 
-def test_what_a_cluster_does_not_say_is_that_of_one_node_with_usual_latencies():
+def test_a_cluster_defaults_to_one_node_with_usual_latencies():
     given = {"devices": 4, "device_memory": "80 GiB", "intra_node_bandwidth": "450 GB/s"}
     assert loaded(cluster=given).cluster == Cluster(
         name="cluster",
@@ -67,7 +67,7 @@ def test_timeouts_are_those_of_the_start_and_of_a_step():
     ("overrides", "is_written"),
     [([], False), (["offload={update: device}"], True), (["placement.dp_shard=S*,O,S,R"], True)],
 )
-def test_sections_that_say_nothing_are_not_written(overrides, is_written):
+def test_default_sections_are_not_written(overrides, is_written):
     assert ("offload" in load("zero3", overrides).spec.resolved) is is_written
 
 
@@ -192,7 +192,7 @@ def test_a_file_may_end_in_yml(tmp_path, monkeypatch):
     assert load("mine.yml").spec == loaded()
 
 
-def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
+def test_dp_of_an_override_replaces_the_files_dp():
     (factor,) = load(BASE | {"mesh": {"dp": 2}}, ["mesh.dp=4"]).spec.factors
     assert (factor.axis, factor.degree) == ("dp_shard", 4)
     (factor,) = load(BASE, ["mesh.dp=4"]).spec.factors

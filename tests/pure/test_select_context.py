@@ -67,7 +67,7 @@ def test_states_go_over_cp_as_over_the_innermost_data_axis(over_context):
         assert not data or Axis.DP_REPLICATE in data or states[Axis.CP] == states[Axis.DP_SHARD]
 
 
-def test_what_is_ranked_is_legal_and_what_predict_says(over_context):
+def test_ranked_candidates_are_legal_and_equal_their_prediction(over_context):
     assert over_context.ranking
     for row in over_context.ranking:
         spec = load(row.spec.resolved).spec
@@ -77,7 +77,7 @@ def test_what_is_ranked_is_legal_and_what_predict_says(over_context):
         assert row.closed.peak <= SLACK * row.peak_bytes
 
 
-def test_an_attention_is_asked_for_by_its_word():
+def test_attention_is_requested_by_its_keyword():
     rows = ranking(where=("cp>=2", "attention=all-gather"), count=3).ranking
     assert rows and all(row.spec.context.attention is ContextAttention.ALL_GATHER for row in rows)
     assert all(row.spec.degree(Axis.CP) <= 2 for row in ranking(where=("cp<=2",), count=3).ranking)

@@ -54,7 +54,7 @@ def test_a_constraint_of_the_unit_is_obeyed_by_no_other_units(unit: str):
     assert {*map(unit_of, specs_of(chooser(f"unit={unit}")))} == {unit}
 
 
-def test_what_distributed_data_parallel_reduces_is_no_block():
+def test_ddp_does_not_reduce_by_block():
     whole = "placement.dp_replicate=R,R,R,R", "pp==1", "dp_shard==1"
     assert not specs_of(chooser(*whole, "unit=block"))
     assert specs_of(chooser(*whole, "unit=bucket"))
@@ -70,7 +70,7 @@ def ranked() -> list[Ranked]:
 _UNITS = ("bucket", "block", "model")
 
 
-def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked]):
+def test_a_winning_unit_equals_the_prediction_of_its_overrides(ranked: list[Ranked]):
     for row in ranked:
         source, *overrides = words_of(chooser().job, row.spec)
         loaded = load(source, overrides).spec
@@ -81,14 +81,14 @@ def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked
         assert (loaded.unit is None) == (unit_of(loaded) == "bucket")
 
 
-def test_a_row_says_its_unit(ranked: list[Ranked]):
+def test_a_row_shows_its_unit(ranked: list[Ranked]):
     said = {
         unit for unit in _UNITS for row in ranked if f" unit {unit} " in describe_settings(row.spec)
     }
     assert said == {*_UNITS}
 
 
-def test_estimates_of_units_are_near_what_is_derived(ranked: list[Ranked]):
+def test_estimates_of_units_are_close_to_exact_predictions(ranked: list[Ranked]):
     for row in ranked:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
         assert row.closed.seconds == pytest.approx(row.seconds, rel=0.15)

@@ -59,7 +59,7 @@ def test_of_a_big_tied_vocabulary_only_the_head_takes_time(family):
     assert max(by_time) < max(by_size)
 
 
-def test_scores_make_layers_long_beside_the_head_where_sequences_are():
+def test_long_sequences_make_layers_expensive_compared_with_the_head():
     long = legal(
         {"pp": 4},
         {"split": "time"},

@@ -1,4 +1,4 @@
-"""Where tokens go as a spec states it: what ranks then send and get, and counts that do not fit."""
+"""Routing stated in a spec: the rows that ranks send and receive, and counts that do not fit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def loads(spec: Spec) -> Loads:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
+def test_a_rank_sends_and_receives_the_rows_of_a_token_by_token_count(mesh):
     tokens = chosen(spec_of(mesh))
     spec = spec_of(mesh, routing=counts_of(tokens))
     own, places = EXPERTS // mesh["ep"], token_places(spec)
@@ -118,7 +118,7 @@ def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
+def test_rows_return_to_their_ranks_and_are_counted_once(mesh):
     spec = spec_of(mesh, routing=counts_of(chosen(spec_of(mesh))))
     plan, _ = planned(spec)
     stated, row = loads(spec), DROPLESS["hidden"] * 4
@@ -161,7 +161,7 @@ def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
     ]
 
 
-def test_a_plan_says_what_ranks_get():
+def test_a_plan_shows_the_rows_of_ranks():
     spec = spec_of({"ep": 3}, "routing=worst")
     assert "worst: the experts of a rank get 0 to 60 rows per layer" in format_plan(
         spec, planned(spec)[0]
@@ -262,7 +262,7 @@ def test_where_no_size_depends_on_it_routing_is_refused(mesh, model):
         spec_of(mesh, "routing=worst", model={**DROPLESS, **model})
 
 
-def test_what_a_file_says_is_in_the_resolved_spec(tmp_path):
+def test_routing_of_a_file_is_in_the_resolved_spec(tmp_path):
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(good()))
     spec = spec_of({"ep": 3}, f"routing={file}")

@@ -1,5 +1,5 @@
-"""What makes a step longer than its parts (collectives that run beside compute, many nodes, updates
-on the host), and the published steps that a prediction is held against."""
+"""Slowdowns of a step (collectives during compute, many nodes, host updates), and published step
+times compared with predictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lost(clock: Clock) -> float:
     return sum(row.seconds for row in clock.time_rows() if row.key.spent is Spent.INTERFERENCE)
 
 
-def test_compute_takes_longer_for_as_long_as_a_collective_runs_beside_it():
+def test_compute_slows_down_during_an_overlapped_collective():
     clock = clock_of(interference=1.0)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 10)  # 10 s on 8 nodes, in which 5 s are computed
     compute(clock, 20)
@@ -60,7 +60,7 @@ def test_a_collective_slows_no_more_than_is_computed():
     assert lost(clock) == 10.0
 
 
-def test_a_collective_that_could_start_earlier_slowed_what_was_computed_since():
+def test_a_collective_that_could_start_earlier_slows_earlier_compute():
     clock = clock_of(interference=1.0)
     compute(clock, 20)
     clock.send_payload(

@@ -1,5 +1,5 @@
-"""Sweeps that decide: what fits, what is refused and why, what follows the mesh, order, CSV, JSON
-and a chart."""
+"""Sweeps: fit, rejected points with reasons, keys that follow the mesh, order, CSV, JSON and a
+chart."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return [dict(zip(titles, row, strict=True)) for row in rows if len(row) == len(titles)]
 
 
-def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
+def test_a_sweep_shows_the_fit_and_the_device_memory(ptrain):
     first, second = rows_of(ptrain(*SWEEP))
     assert "peak (of 74.12 GiB)" in first
     assert (first["fits"], second["fits"]) == ("yes", "no")
 
 
-def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
+def test_different_devices_have_no_common_capacity(ptrain):
     text = ptrain("predict", "8b-zero3", "cluster.device_memory=40 GiB,80 GiB")
     assert "peak" in rows_of(text)[0]
 
 
-def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
+def test_without_a_cluster_no_fit_is_claimed(ptrain):
     first, *_ = rows_of(ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2"))
     assert first["fits"] == "–"
 
 
-def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
+def test_an_impossible_point_is_a_row_with_a_reason(ptrain):
     lines = ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16").splitlines()
     assert "rejected" in lines[2]
     assert lines[3].startswith(
@@ -92,7 +92,7 @@ def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
     assert "data degree=3 = 6" in text and "data degree=5 = 10" in text
 
 
-def test_a_fault_that_no_point_is_without_is_told_once(capsys):
+def test_an_error_of_all_points_is_reported_once(capsys):
     text = refusal(capsys, "zero3", "mesh.dp_shard=2,4", "train.steps=0")
     assert text.count("train.steps: must be") == 1
 
@@ -123,7 +123,7 @@ def test_every_named_spec_follows_a_data_axis_of_24_ranks():
         assert not any(fault.place in ("mesh", "batch.global") for fault in check(spec)), name
 
 
-def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
+def test_a_batch_in_tokens_follows_the_mesh():
     base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": "zero3"}
     for batch in ({"sequence": 64, "accumulate": 2}, {"sequence": 64, "global": "4k tokens"}):
         assert find_mesh_followers(base | {"batch": batch}, ("mesh.dp_shard=64",)) == ()
@@ -139,7 +139,7 @@ def test_the_cluster_grows_with_the_mesh_unless_its_devices_are_written():
     assert cluster("mesh.dp_shard=64", "cluster.devices=8") == []
 
 
-def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
+def test_derived_keys_are_shown_with_their_points(ptrain):
     text = ptrain("predict", "70b-zero3", "mesh.dp_shard=8,512,1024")
     assert "batch follows the mesh: global 8 → 512 (mesh.dp_shard=512), 1024 (mesh.d" in text
     assert "cluster follows the mesh: devices 8 → 512 (mesh.dp_shard=512), 1024" in text
@@ -177,7 +177,7 @@ def test_rows_are_sorted_by_a_figure_with_the_refused_at_the_end(ptrain, sort):
         assert labels[0] == "mesh.dp_shard=1"
 
 
-def test_json_of_a_sweep_is_a_list_with_what_differs_as_fields(ptrain):
+def test_json_of_a_sweep_is_a_list_with_differences_as_fields(ptrain):
     good, bad = json.loads(
         ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16", "--json")
     )
@@ -205,7 +205,7 @@ def test_csv_of_one_spec_is_one_line(ptrain):
     assert len(ptrain("predict", "zero3", "--csv").splitlines()) == 2
 
 
-def test_a_micro_batch_that_is_chosen_differs_by_point_and_is_said(ptrain):
+def test_a_chosen_micro_batch_is_shown_per_point(ptrain):
     words = ("batch.micro=auto", "batch.sequence=2048,8192", "batch.global=64")
     lines = ptrain("predict", "8b-zero3", *words).splitlines()
     assert any(line.startswith("batch.sequence=2048: batch.micro: auto is 4") for line in lines)
@@ -286,7 +286,7 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert any(text.endswith("250 ms per step") for text in texts)
 
 
-def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
+def test_the_fastest_point_that_fits_is_named_or_that_none_fits():
     fits, large, refused = points()
     slow = replace(timed(fits, 2.5), label="slow")
     rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
@@ -308,7 +308,7 @@ def test_a_smaller_mesh_with_a_higher_pace_is_the_most_efficient_not_the_fastest
     )
 
 
-def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
+def test_unknown_seconds_are_null_and_keep_the_order_of_the_sweep():
     assert step_seconds(Estimate(column=Column.EXACT, world_size=1)) is None
     swept = points()
     assert sort_points(swept, None) == swept
@@ -317,7 +317,7 @@ def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sw
     assert rows[2] == {"spec": "mesh.tp=3", "refused": "mesh: too many"}
 
 
-def test_the_first_row_that_is_not_refused_is_what_ratios_are_of():
+def test_ratios_refer_to_the_first_accepted_row():
     first, second, refused = points()
     _, of_second, _ = rows_of(sweep_table([refused, second, first]))
     assert of_second["states ratio"] == "1×"

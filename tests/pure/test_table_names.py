@@ -1,5 +1,5 @@
-"""A committed table is found by what it depends on: each is some setting's, and no two settings
-that differ share one."""
+"""A committed table is found by its dependencies: each belongs to a setting, and no two different
+settings share one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied)
     }
 
 
-def test_what_gpus_drop_has_tables_of_its_own():
+def test_gpu_dropout_has_separate_tables():
     for kind, rest, whole in named():
         name = replace(whole, is_for_cuda=True).name(TablePart.PASSES)
         mine = kind.replace("dropout", "dropout-cuda")
@@ -82,13 +82,13 @@ def test_the_loss_is_named_without_heads_and_dropout():
 @pytest.mark.parametrize(
     ("chunk", "cut_to", "chunks"), [(8, 8, 4), (24, 24, 1), (32, 32, 1), (33, 32, 1), (5, 5, 6)]
 )
-def test_a_chunk_is_no_longer_than_the_tokens_and_only_full_ones_count(chunk, cut_to, chunks):
+def test_a_chunk_is_at_most_as_long_as_the_tokens_and_only_full_ones_count(chunk, cut_to, chunks):
     """2 samples of 16 tokens."""
     whole = replace(setting(ODD_SHAPE, sequence=16), loss=LossSpec(chunk=chunk))
     assert (chunk_of(whole), full_chunks(whole)) == (cut_to, chunks)
 
 
-def test_a_table_knows_the_torch_that_was_traced():
+def test_a_table_names_the_traced_torch():
     release = {
         torch_version(setting(shape, compute)) for shape in KINDS.values() for compute in PRECISIONS
     }

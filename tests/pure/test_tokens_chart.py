@@ -1,4 +1,5 @@
-"""`ptrain plan SPEC --chart FILE` over cp: who has which tokens, and which block meets which."""
+"""`ptrain plan SPEC --chart FILE` over cp: the tokens of each rank, and the blocks that attend to
+each other."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def shared(one: Rectangle, other: Rectangle) -> float:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_scores_fill_what_the_mask_leaves_and_none_twice(name: str):
+def test_the_scores_cover_the_unmasked_area_once(name: str):
     _, drawn = square(tokens_sheet("any", step_of(name)))
     assert all(shared(*pair) < 1e-6 for pair in combinations(drawn, 2))
     area = sum(r.width * r.height for r in drawn) / SQUARE**2
@@ -84,7 +85,7 @@ def test_the_strip_of_tokens_is_covered_and_names_every_rank(name: str):
     assert sum(widths) == pytest.approx(560.0)
 
 
-def test_keys_go_one_place_on_at_each_hop_and_what_is_masked_is_only_passed_on():
+def test_keys_move_one_rank_per_hop_and_masked_ones_are_forwarded():
     sheet = tokens_sheet("any", step_of("ring"))
     names = [text.text for text in sheet.texts if text.text.startswith("from cp ")]
     assert [name.removeprefix("from cp ") for name in names] == [
@@ -97,7 +98,7 @@ def test_keys_go_one_place_on_at_each_hop_and_what_is_masked_is_only_passed_on()
     ]  # fmt: skip
 
 
-def test_what_stands_in_the_sheet_is_within_it():
+def test_the_text_is_within_the_sheet():
     for name in SPECS:
         sheet = tokens_sheet("any", step_of(name))
         assert all(r.x + r.width <= sheet.width for r in sheet.rectangles)

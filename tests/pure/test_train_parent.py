@@ -1,5 +1,5 @@
-"""The torch-free side of training: options, schedule, run folder, who is blamed, what a manifest
-guards."""
+"""The torch-free half of training: options, schedule, run folder, the blamed rank, and the
+manifest."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_several_nodes_need_a_place_to_meet():
 
 
 @pytest.mark.parametrize("word", [[], ["--rdzv-id", "job-4711"]])
-def test_nodes_meet_under_an_id_that_nobody_guesses(word):
+def test_nodes_meet_under_a_secret_id(word):
     with pytest.raises(PtrainError, match=r"--rdzv-id.*\n  remedy: .*--rdzv-id [0-9a-f]{32}"):
         options.parse_options(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1", *word])
 
@@ -200,7 +200,7 @@ def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
     assert "SIGKILL" in blamed.cause
 
 
-def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
+def test_the_rank_that_raised_is_blamed_with_its_message(tmp_path):
     ranks = [
         rank(0, 3, said=LOST, tmp_path=tmp_path),
         rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
@@ -209,7 +209,7 @@ def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
     assert blamed.cause == "raised ValueError: no such token"
 
 
-def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_path):
+def test_a_live_silent_rank_is_blamed_for_the_ranks_that_wait_for_it(tmp_path):
     waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
     silent = rank(1, None, tmp_path=tmp_path)
     found = failure.find_failures([waiting, silent], time.monotonic())
@@ -242,7 +242,7 @@ def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
         ({"dp_shard": 2}, "1f1b", []),
     ],
 )
-def test_ranks_are_told_apart_by_what_they_have_of_the_model(mesh, schedule, parts):
+def test_ranks_are_distinguished_by_their_part_of_the_model(mesh, schedule, parts):
     pipeline = {"schedule": schedule} if "pp" in mesh else {}
     assert list(rank_stage_texts(spec(mesh, pipeline))) == parts
 
@@ -262,7 +262,7 @@ def test_an_orderly_end_is_no_failure(tmp_path, code):
     assert not failure.find_failures([ended], math.inf)
 
 
-def test_exit_code_1_without_a_summary_is_pythons_own_and_a_failure(tmp_path):
+def test_exit_code_1_without_a_summary_is_a_python_failure(tmp_path):
     ended = rank(0, 1, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
     assert failure.find_failures([ended], math.inf)

@@ -1,5 +1,5 @@
-"""What a section must satisfy to have a value at all, and what is said where it does not: one
-fault, word for word."""
+"""Requirements on the values of a section, and the message for each violation: one error, word for
+word."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_other_ranks_than_were_started_are_refused_with_the_nearest_mesh(
         ("b" * 60, f"there is no spec named {'b' * 60!r}", "Run `ptrain specs`"),
     ],
 )
-def test_a_name_that_no_spec_bears_says_what_bears_it(name, finding, remedy):
+def test_an_unknown_spec_name_lists_the_known_ones(name, finding, remedy):
     with pytest.raises(SpecError) as caught:
         load(name)
     (fault,) = caught.value.faults

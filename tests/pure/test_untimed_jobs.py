@@ -1,4 +1,4 @@
-"""Jobs of which nobody knows the time of a step: what they are ranked by, and that it is said."""
+"""Jobs without a known step time: their ranking, and the note about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pure.searches import without_known
         (["cluster.rates=null"], "has no rates"),
     ],
 )
-def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why):
+def test_a_job_without_a_time_is_ranked_by_known_figures_with_a_reason(words, why):
     where = ["pp=1", "tp=1", "micro=1", "dp_shard=8", "unit=block"]
     job = searched_job("llama3-8b", ["batch.global=64", *words], cluster="h100-8", where=where)
     ranking = without_known(Chooser(job, count=5).choose)

@@ -1,5 +1,5 @@
-"""What a rank computes, operator by operator, against the second opinion on its operations, and
-against what is counted by hand."""
+"""The operations of a rank by operator, compared with an independent count and hand-written
+figures."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_both_halves_of_a_backward_pass_multiply_as_much_as_the_whole_one():
     assert work.front.weights == work.front.backward and not work.front.inputs
 
 
-def test_what_nobody_knows_is_said():
+def test_unknown_operations_are_reported():
     derivation = derive(spec_of("llama", "R", "whole", loss={"chunk": 5, "fused": True}))
     of = derivation.spec, derivation.plan, derivation.facts
     assert "fused loss" in why_unknown(*of) and model_work(*of) is None
