@@ -15,7 +15,7 @@ from _script import Script
 from ptrain.algebra.legality import require_runnable
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from tests.adversary.covering_specs import drawn
+from tests.adversary.covering_specs import random_specs
 
 PAGE = ROOT / "tests" / "pure" / "snapshot.json.xz"
 FOLDERS = ("strategies", "node", "paper")
@@ -90,7 +90,7 @@ def lines(name: str, before: Data, after: Data) -> list[str]:
 
 
 def _drawn_specs() -> Data:
-    return {f"drawn-{number:03}": written for number, written in enumerate(drawn())}
+    return {f"drawn-{number:03}": written for number, written in enumerate(random_specs())}
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""Processes that trace what a rank of cp or tp has, forked from one that has imported torch.
+"""Forked processes that trace a rank of cp or tp, from a process that has imported torch.
 
-A user's are started anew, and spend three of four seconds on imports: that would be most of a
-test's time. What they are asked, what they do and how their answers are taken is the same; they
-have the folder, the import path and the variables of the process that asks, as a user's have.
+A user's processes start from scratch and spend three of four seconds on imports, which would be
+most of a test's time. Requests, work and answers are the same; the forked processes have the
+folder, import path and variables of the requesting process, like a user's.
 """
 
 from __future__ import annotations

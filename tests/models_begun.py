@@ -1,4 +1,4 @@
-"""A small model of somebody's own, with a tied head and a buffer that its state has."""
+"""A small user model with a tied head and a buffer in its state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Recurrent(nn.Module):
-    """Tokens in, logits out: a mean of what came before, over and over."""
+    """A model from tokens to logits by repeated means of earlier tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -29,9 +29,8 @@ def build(width: int) -> nn.Module:
     return Recurrent(width)
 
 
-class Marked(Recurrent):
-    """One whose state has reals without dimensions, and buffers that hold none, or have two
-    names."""
+class OddState(Recurrent):
+    """A model whose state has scalars, integer buffers, and a buffer with two names."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -47,4 +46,4 @@ class Marked(Recurrent):
 
 
 def build_marked(width: int) -> nn.Module:
-    return Marked(width)
+    return OddState(width)

@@ -1,7 +1,6 @@
-"""Language models that train otherwise than they evaluate, or draw random numbers outside of their
-blocks, for the pipeline axis. Legend of shape suffixes: B samples, T tokens, C hidden, V
-vocabulary, L layers, N targets.
-"""
+"""Language models that train differently than they evaluate, or draw random numbers outside of
+their blocks, for the pipeline axis. Legend of shape suffixes: B samples, T tokens, C hidden, V
+vocabulary, L layers, N targets."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tests.models_staged import HIDDEN, LAYERS, Plain, Relative
 
 
 class TrainsAlong(Plain):
-    """What the embeddings gave scales the logits in training alone, without a gradient."""
+    """A model whose embeddings scale the logits in training only, without a gradient."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = self.embedded(tokens_BT)
@@ -23,14 +22,14 @@ class TrainsAlong(Plain):
 
 
 class TrainsAlongDropping(TrainsAlong):
-    """The same, with dropout in the layers."""
+    """Like `TrainsAlong`, with dropout in the layers."""
 
     def block(self, index: int) -> nn.Module:
         return nn.Sequential(super().block(index), nn.Dropout(0.1))
 
 
 class Masked(Relative):
-    """All layers are given one mask, which the model draws."""
+    """A model that draws one mask for all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Masked(Relative):
 
 
 class Locked(Plain):
-    """One mask is dropped out in front of the layers, and is put on what goes between them."""
+    """A model that drops one mask before the layers and applies it between them."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         mask_BTC = F.dropout(torch.ones_like(x_BTC), 0.5, self.training)
@@ -56,7 +55,8 @@ class Locked(Plain):
 
 
 class LockedByModule(Plain):
-    """A module draws that mask, and it is put on what the last layers give."""
+    """A model with a module that draws the mask, which is applied to the output of the last
+    layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class LockedByModule(Plain):
 
 
 class MaskedBetween(Plain):
-    """A module draws a mask behind the first layer, for all that follow."""
+    """A model with a module that draws a mask after the first layer for all later ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class MaskedBetween(Plain):
 
 
 class DropsBetween(Plain):
-    """The model itself drops out between its layers."""
+    """A model with dropout between its layers."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         for block in self.h:
@@ -94,7 +94,7 @@ class DropsBetween(Plain):
 
 
 class DropsLayers(Plain):
-    """Layers are left out at random, as the model draws before each."""
+    """A model that skips random layers, drawn before each."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         for block in self.h:
@@ -104,7 +104,7 @@ class DropsLayers(Plain):
 
 
 class DropsLayersAtOnce(Plain):
-    """The same, as it draws in front of them; most passes go through all."""
+    """A model that skips random layers, drawn before all; most passes run all layers."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         keep_L = torch.rand(LAYERS) > 0.3 * self.training
@@ -114,7 +114,7 @@ class DropsLayersAtOnce(Plain):
 
 
 class DropsAtEnds(Plain):
-    """A dropout that is a module, in front of the layers, between them and behind."""
+    """A model with a dropout module before, between and after the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +137,12 @@ KINDS: dict[str, type[Plain]] = {
 
 
 def drawing(kind: str) -> nn.Module:
-    """The target of a spec: a model without a plan."""
+    """Return the model of a spec's target, without a plan."""
     return KINDS[kind]()
 
 
 def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a loss with weights, drawn before the model is called."""
+    """Return a loss with random weights, drawn before the model is called."""
     inputs_BT, targets_BT = batch
     weights_N = torch.rand(targets_BT.numel())
     losses_N = F.cross_entropy(

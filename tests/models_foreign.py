@@ -1,6 +1,5 @@
-"""Language models as people write them: nothing in them knows of ptrain, but plans that some carry.
-Legend of shape suffixes: B samples, T tokens, C hidden, H heads, D elements per head.
-"""
+"""Language models written without ptrain; some carry plans. Legend of shape suffixes: B samples, T
+tokens, C hidden, H heads, D elements per head."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ NANO_PLAN = {
 
 
 class FusedAttention(nn.Module):
-    """Query, key and value by one projection, one behind the other; sizes are the module's own, as
-    in nanoGPT."""
+    """Attention with query, key and value in one projection, with sizes as attributes, as in
+    nanoGPT."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -72,7 +71,8 @@ class FusedAttention(nn.Module):
 
 
 class SlicedAttention(nn.Module):
-    """One projection for query, key and value; how many heads there are its tensors say."""
+    """Attention with one projection for query, key and value, whose head count follows from its
+    tensors."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class SlicedAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Three projections; how many heads there are their outputs say."""
+    """Attention with three projections, whose head count follows from their outputs."""
 
     def __init__(self, hidden: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -140,9 +140,9 @@ class Block(nn.Module):
 
 
 class NanoGpt(nn.Module):
-    """nanoGPT's layout: everything but the head within `transformer`, the head tied. It gives
-    logits; with `gives_loss` the pair that nanoGPT gives, of the last token's logits alone where
-    there are no targets."""
+    """nanoGPT's layout: all modules except the head are in `transformer`, and the head is tied. It
+    returns logits; with `gives_loss` nanoGPT's pair of logits and loss, with the last token's
+    logits only if there are no targets."""
 
     def __init__(self, hidden: int, layers: int, heads: int, dropout: float, gives_loss: bool):
         super().__init__()
@@ -181,7 +181,7 @@ class NanoGpt(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Tokens and positions in one module."""
+    """Token and position embeddings in one module."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Embeddings(nn.Module):
 
 
 class Nested(nn.Module):
-    """Two embeddings in a module in front of the blocks, the head tied or not."""
+    """Two embeddings in a module before the blocks, with a tied or untied head."""
 
     def __init__(self, hidden: int, blocks: list[Block], tied: bool) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvLM(nn.Module):
-    """No attention at all."""
+    """A model without attention."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -256,14 +256,14 @@ class ConvLM(nn.Module):
 def nano(
     hidden: int = 32, layers: int = 4, heads: int = 4, dropout: float = 0.0, loss: bool = False
 ) -> NanoGpt:
-    """Return nanoGPT; it says nothing of how it is cut."""
+    """Return nanoGPT without a plan."""
     return NanoGpt(hidden, layers, heads, dropout, loss)
 
 
 def nested(
     hidden: int = 32, layers: int = 4, heads: int = 4, tied: bool = True, planned: bool = True
 ) -> Nested:
-    """Return a model whose front is a module of two embeddings."""
+    """Return a model whose embeddings are in one module."""
     model = Nested(hidden, [Block(hidden, Attention(hidden, heads)) for _ in range(layers)], tied)
     if planned:
         model.pp_plan = ["emb", "h", "ln_f", "head"]
@@ -272,7 +272,7 @@ def nested(
 
 
 def fused(hidden: int = 32, layers: int = 4, heads: int = 4) -> Nested:
-    """Return one with a fused projection of query, key and value."""
+    """Return a model with a fused projection of query, key and value."""
     blocks = [Block(hidden, SlicedAttention(hidden, heads)) for _ in range(layers)]
     model = Nested(hidden, blocks, tied=False)
     columns = ("h.*.attn.q", "h.*.attn.k", "h.*.attn.v")
@@ -282,7 +282,7 @@ def fused(hidden: int = 32, layers: int = 4, heads: int = 4) -> Nested:
 
 
 def dropping(hidden: int = 32, layers: int = 4, heads: int = 4, dropout: float = 0.1) -> Nested:
-    """Return one that drops out, in attention and behind the MLP."""
+    """Return a model with dropout in attention and after the MLP."""
     blocks = [Block(hidden, Attention(hidden, heads, dropout), dropout) for _ in range(layers)]
     model = Nested(hidden, blocks, tied=False)
     model.tp_plan = BLOCK_PLAN
@@ -290,7 +290,7 @@ def dropping(hidden: int = 32, layers: int = 4, heads: int = 4, dropout: float =
 
 
 def conv(hidden: int = 32, layers: int = 4) -> ConvLM:
-    """Return one of convolutions and recurrence, whose MLPs can be cut."""
+    """Return a model of convolutions and recurrence, whose MLPs can be sharded."""
     model = ConvLM(hidden, layers)
     model.tp_plan = {
         "h.*.mlp": "whole input",
@@ -302,7 +302,7 @@ def conv(hidden: int = 32, layers: int = 4) -> ConvLM:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A step of nanoGPT's: it computes the loss itself."""
+    """Return the loss of a step that nanoGPT computes itself."""
     inputs_BT, targets_BT = batch
     _, loss = model(inputs_BT, targets_BT)
     return loss

@@ -1,5 +1,5 @@
-"""Models that are none: their code raises, wants other inputs or gives something else. A test names
-one by its function."""
+"""Invalid models: their code raises, needs other inputs or returns other values. A test names one
+by its function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES: dict[str, Change] = {
 
 
 class Changed(Necks):
-    """Gives something else than its logits."""
+    """A model that returns changed logits."""
 
     pp_plan = ("table", "layers", "head")
 
@@ -40,7 +40,7 @@ class Changed(Necks):
 
 
 def changed(how: str) -> Changed:
-    """A target whose forward gives its logits changed: see CHANGES."""
+    """Return a model whose forward changes its logits: see CHANGES."""
     return Changed(CHANGES[how])
 
 
@@ -65,7 +65,7 @@ class OfReals(nn.Module):
 
 
 class Short(Necks):
-    """Has fewer positions than a sample has tokens."""
+    """A model with fewer positions than a sample has tokens."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = nn.functional.embedding(torch.arange(tokens_BT.shape[1]), self.layers[0].narrow)
@@ -76,24 +76,24 @@ KINDS = {"raising": Raising, "masked": Masked, "of reals": OfReals, "short": Sho
 
 
 def failing(kind: str) -> nn.Module:
-    """A target whose forward raises: see KINDS."""
+    """Return a model whose forward raises: see KINDS."""
     return KINDS[kind](10, 2, 259)
 
 
 def raises(error: str) -> None:
-    """A target that raises itself."""
+    """Raise in the target."""
     raise {"KeyError": KeyError, "SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}[
         error
     ]("no such weights")
 
 
 def refuses() -> None:
-    """A target that says in ptrain's words what is wrong."""
+    """Raise ptrain's error with the reason."""
     raise refused("model.arguments", "too wide")
 
 
 class Unplanned(Necks):
-    """A model that computes its plans, and cannot."""
+    """A model whose plans raise."""
 
     @property
     def pp_plan(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Unplanned(Necks):
 
 
 def unplanned() -> Unplanned:
-    """A target whose plans raise."""
+    """Return a model whose plans raise."""
     return Unplanned(10, 2, 259)
 
 
@@ -118,7 +118,7 @@ class Front(nn.Module):
 
 
 class Nested(nn.Module):
-    """What stands in front of its layers is a module of modules."""
+    """A model whose embeddings are a module of modules."""
 
     pp_plan = ("front", "layers", "head")
 
@@ -139,5 +139,5 @@ class Nested(nn.Module):
 
 
 def nested(tied: bool = True) -> Nested:
-    """A target that is fit, and whose embedding is a module within a module."""
+    """Return a valid model whose embedding is a nested module."""
     return Nested(tied)

@@ -21,7 +21,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.probe import FIRST_STEADY, setup_traffic
-from tests.adversary.random_specs import Written, accepted, drawn
+from tests.adversary.random_specs import Written, load_accepted, random_spec
 from tests.ranks import CALL_SECONDS, Pool, RankError, Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -79,7 +79,7 @@ def three_ranks() -> Iterator[Pool]:
 def compare_all_ranks(ranks: Ranks, three: Pool, written: Written) -> Iterator[Check]:
     """Yield the checks of all ranks; none if every rank rejects the spec."""
     try:
-        spec = replace(accepted(written), device="cpu")
+        spec = replace(load_accepted(written), device="cpu")
         exact = derive(spec, facts_of(spec)).exact
         if spec.world_size == three.size:
             estimates = three.run(measure_third_step, spec, timeout=CALL_SECONDS)
@@ -100,8 +100,8 @@ def test_a_drawn_spec_has_the_predicted_memory_and_traffic_on_gloo(
 ) -> None:
     wrong, num_compared = [], 0
     for seed in range(first, first + AT_ONCE):
-        draw = drawn(seed, max(SIZES))
-        if len(draw.ranks) > 1 and accepted(draw.written).world_size in SIZES:
+        draw = random_spec(seed, max(SIZES))
+        if len(draw.ranks) > 1 and load_accepted(draw.written).world_size in SIZES:
             checks = list(compare_all_ranks(ranks, three_ranks, gloo_spec(draw.written, tmp_path)))
             num_compared += bool(checks)
             wrong += [

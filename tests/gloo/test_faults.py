@@ -33,7 +33,7 @@ def signal_rank(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, 
     os.kill(ranks[rank], number)
     code = job.wait(90)
     seconds = time.monotonic() - began
-    assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+    assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     return code, seconds
 
 
@@ -101,7 +101,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(
     with jobs.job(words, cwd=tmp_path, module=module) as job:
         job.until("step 12/")
         if module == "ptrain":
-            assert jobs.listening(job.process.pid) == {"127.0.0.1"}
+            assert jobs.listening_addresses(job.process.pid) == {"127.0.0.1"}
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.wait() == 0, job.error
     assert re.search(r"resume  step (10|20) of ", job.output), "as soon as the signal came"
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
     first = tmp_path / "first"
     first.mkdir()
     (first / "torch.py").write_text("raise ImportError('libtorch.so is missing')\n")
-    code, job = jobs.run(["train", "zero3", *jobs.TINY], cwd=tmp_path, first=first)
+    code, job = jobs.run_job(["train", "zero3", *jobs.TINY], cwd=tmp_path, first=first)
     assert code == 3
     assert "rank " in job.error and "libtorch.so is missing" in job.error
 
@@ -134,4 +134,4 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, module, words)
         ranks = list(job.ranks().values())
         job.process.kill()
         job.wait()
-        assert jobs.gone(ranks)
+        assert jobs.have_ended(ranks)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from ptrain.cli.main import main
 from ptrain.data.vocabulary import START, TARGET, mask_path
-from tests.chat_folders import CHATML, drawn_chats, save_tokenizer, write_chats
-from tests.jobs import ROOT, TINY, losses, run
-from tests.published_folders import saved
+from tests.chat_folders import CHATML, random_chats, save_tokenizer, write_chats
+from tests.jobs import ROOT, TINY, losses, run_job
+from tests.published_folders import save_folder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
@@ -50,9 +50,9 @@ def transformers_loss(folder: Path, rows: Path) -> float:
 
 
 def test_a_folder_is_fine_tuned_on_chats_and_exported(tmp_path: Path, capsys: Any) -> None:
-    folder = saved("llama", tmp_path / "in", vocab_size=320)
+    folder = save_folder("llama", tmp_path / "in", vocab_size=320)
     save_tokenizer(folder)
-    chats = write_chats(tmp_path / "chats.jsonl", drawn_chats(200, most=2))
+    chats = write_chats(tmp_path / "chats.jsonl", random_chats(200, most=2))
     rows, words = tmp_path / "rows.npy", ["--sequence", str(SEQUENCE), "--json"]
     call = ["tokenize", str(chats), "--chat", "--tokenizer", str(folder), "--out", str(rows)]
     assert main([*call, *words]) == 0
@@ -68,7 +68,7 @@ def test_a_folder_is_fine_tuned_on_chats_and_exported(tmp_path: Path, capsys: An
     }
     settings = [f"{key}={value}" for key, value in keys.items()]
     started = ["train", "zero3", "mesh.dp_shard=2", "--run-dir", "run"]
-    code, job = run([*started, *settings], cwd=tmp_path, is_forked=True)
+    code, job = run_job([*started, *settings], cwd=tmp_path, is_forked=True)
     assert code == 0, f"{job.output}{job.error}"
     said = held_out_losses(tmp_path / "run")
     assert said[-1] < 0.7 * said[0]
@@ -95,7 +95,7 @@ def test_a_folder_is_fine_tuned_on_chats_and_exported(tmp_path: Path, capsys: An
 @pytest.mark.nightly
 def test_weighted_chats_and_texts_resume_on_other_ranks(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer")
-    chats = write_chats(tmp_path / "chats.jsonl", drawn_chats(100, most=2))
+    chats = write_chats(tmp_path / "chats.jsonl", random_chats(100, most=2))
     words = ["--tokenizer", str(folder), "--out"]
     text = ["tokenize", str(ROOT / "README.md"), *words, str(tmp_path / "text.npy")]
     assert main(text) == 0
@@ -117,7 +117,7 @@ def test_weighted_chats_and_texts_resume_on_other_ranks(tmp_path: Path) -> None:
         "second": ["zero1", "mesh.dp_shard=1", "train.steps=8", "--resume", "first"],
     }
     for name, start in starts.items():
-        code, job = run(["train", *start, "--run-dir", name, *settings], cwd=tmp_path)
+        code, job = run_job(["train", *start, "--run-dir", name, *settings], cwd=tmp_path)
         assert code == 0, f"{job.output}{job.error}"
     whole, first, second = (losses(tmp_path / name) for name in starts)
     assert [*first, *second] == [*whole]

@@ -212,7 +212,7 @@ def test_a_bad_gradient_stops_all_ranks_along_other_axes(
 @pytest.mark.nightly  # by default only the ranks' own codes are seen, above and in test_train.py
 def test_the_command_reports_a_bad_gradient_and_exits_4(tmp_path: Path) -> None:
     words = ["train", "zero1", poisoned_spec(2 * MICRO + 1), "--allow-import", *jobs.TINY[5:]]
-    code, job = jobs.run([*words, "train.steps=4", "checkpoint.every=1"], cwd=tmp_path)
+    code, job = jobs.run_job([*words, "train.steps=4", "checkpoint.every=1"], cwd=tmp_path)
     assert code == 4, job.error
     assert f"gradients are not finite: {TENSOR} has nan in 1 of 10 elements" in job.error
     assert "the parameters are those of step 2; step 3 was not saved" in job.error

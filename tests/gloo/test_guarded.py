@@ -73,7 +73,7 @@ def test_a_correct_training_runs_to_its_end(
 
 def test_the_command_starts_ranks_that_verify(tmp_path: Path) -> None:
     words = ["ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
-    code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(["train", *words], cwd=tmp_path, is_forked=True)
     assert code == 0, job.error
     log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     assert log.count("the reference continues like the run") == 1
@@ -82,7 +82,7 @@ def test_the_command_starts_ranks_that_verify(tmp_path: Path) -> None:
 def test_a_model_with_dropout_is_rejected_and_leaves_no_run(tmp_path: Path) -> None:
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     words = ["ddp", *TWO, model, "--run-dir", str(tmp_path / "run")]
-    code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(["train", *words], cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "verify_every: the model uses dropout" in job.error and "Traceback" not in job.error
     assert not (tmp_path / "run").exists()

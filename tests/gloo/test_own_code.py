@@ -47,7 +47,7 @@ def shadowing_folder(tmp_path: Path) -> Path:
 def test_a_model_next_to_its_spec_trains_and_a_planted_numpy_runs_in_no_rank(
     user_spec, shadowing_folder
 ):
-    code, job = jobs.run(["train", str(user_spec), "--allow-import"], cwd=shadowing_folder)
+    code, job = jobs.run_job(["train", str(user_spec), "--allow-import"], cwd=shadowing_folder)
     assert code == 0, job.error
     assert "step 1/1" in job.output
     written = (shadowing_folder / "runs" / "latest" / "spec.resolved.yaml").read_text()
@@ -58,7 +58,7 @@ def test_a_model_next_to_its_spec_trains_and_a_planted_numpy_runs_in_no_rank(
 def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(
     entry, shadowing_folder
 ):
-    code, job = jobs.run(["no-such-spec"], cwd=shadowing_folder, module=entry)
+    code, job = jobs.run_job(["no-such-spec"], cwd=shadowing_folder, module=entry)
     assert code == 2 and "there is no spec named 'no-such-spec'" in job.error
     assert "planted" not in job.error
 
@@ -66,7 +66,7 @@ def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(
 @pytest.mark.nightly
 def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(user_spec, tmp_path):
     own = "model={target: tests.models_unfit:changed, arguments: {how: tuple}}"
-    code, job = jobs.run(["train", str(user_spec), own, "--allow-import"], cwd=tmp_path)
+    code, job = jobs.run_job(["train", str(user_spec), own, "--allow-import"], cwd=tmp_path)
     assert code == 2
     assert "tests.models_unfit:changed, given tokens int64 [2, 16], gave tuple" in job.error
     assert "Traceback" not in job.error and job.error.count("gave tuple") == 1
@@ -91,7 +91,7 @@ def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(user_spec,
 def test_code_of_the_users_that_fails_is_refused_once_and_leaves_no_run(
     user_spec, tmp_path, words, finding
 ):
-    code, job = jobs.run(["train", str(user_spec), *words, "--allow-import"], cwd=tmp_path)
+    code, job = jobs.run_job(["train", str(user_spec), *words, "--allow-import"], cwd=tmp_path)
     assert code == 2 and finding in job.error
     assert "Traceback" not in job.error and job.error.count(finding) == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -213,7 +213,7 @@ def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages
         ranks = job.ranks()
         os.kill(ranks[rank], number)
         assert job.wait(60) == 3
-        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+        assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     assert job.error.startswith(told)
     assert "Traceback" not in job.error.split("last lines of")[0]
 
@@ -228,7 +228,7 @@ def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_
         ranks = job.ranks()
         os.kill(ranks[1], number)
         assert job.wait(120) != 0
-        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+        assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     assert "stage 0: waiting for rank 1 (stage 1) to " in job.error
 
 
@@ -238,7 +238,7 @@ def test_a_stage_that_raises_ends_the_job_with_its_message_only(tmp_path, launch
     (tmp_path / "sitecustomize.py").write_text(RAISES_ON_RANK_1)
     begin = ("train",) if launcher == "ptrain" else TORCHRUN
     asked = [*begin, *pipeline_command(2, "zero-bubble"), *ENDLESS]
-    code, job = jobs.run(asked, cwd=tmp_path, module=launcher, first=tmp_path)
+    code, job = jobs.run_job(asked, cwd=tmp_path, module=launcher, first=tmp_path)
     assert "stage 1, micro-batch 1: ValueError: broken" in job.error
     assert "Full Schedule" not in job.error and "failed to run forward" not in job.error
     if launcher == "ptrain":
@@ -255,7 +255,7 @@ def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
         ranks = job.ranks()
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143
-        assert jobs.gone(list(ranks.values()))
+        assert jobs.have_ended(list(ranks.values()))
     assert "interrupted by SIGTERM after step" in job.output
     again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
     assert again in job.output

@@ -30,8 +30,8 @@ from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from tests.gloo.sessions import train_on_ranks
-from tests.models_from_folder import saved_own
-from tests.published_folders import saved, tensors
+from tests.models_from_folder import save_decoder
+from tests.published_folders import save_folder, tensors
 from tests.ranks import Ranks
 from tests.trajectories import one_device
 
@@ -81,7 +81,7 @@ def save_initial_state(spec: Spec, folder: str) -> float:
 def test_ranks_begin_with_what_the_files_have(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     words = (f"model={{pretrained: {folder}}}", "batch={global: 8, micro: 1, sequence: 16}")
     spec = load(placement, words).spec
     read = ranks.run(
@@ -169,7 +169,7 @@ def save_initial_class(spec: Spec, folder: str) -> ReadBytes:
 def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     model = f"model={{pretrained: {folder}, hf: {case}}}"
     spec = load(placement, (model, "batch={global: 8, micro: 1, sequence: 16}")).spec
     begun = ranks.run(
@@ -206,7 +206,7 @@ def train_three_steps(spec: Spec) -> list[float]:
     ],
 )
 def test_a_tied_class_trains_as_on_one_device(ranks: Ranks, placement: str, tmp_path: Path) -> None:
-    folder = saved("gemma3_text", tmp_path / "in")
+    folder = save_folder("gemma3_text", tmp_path / "in")
     model = f"model={{pretrained: {folder}, hf: gemma3_text}}"
     words = (model, "batch={global: 4, micro: 1, sequence: 16}", "optimizer={name: sgd, lr: 0.05}")
     spec = load(placement, words).spec
@@ -223,9 +223,9 @@ OWN = {"own": "", "own, untied": "tied: false", "own, routed": "routed: true, ti
 def folder_and_model(case: str, folder: Path) -> tuple[Path, str]:
     """Save a folder for this case; return it and the model that starts from it."""
     if case not in OWN:
-        return saved(case, folder), f"model={{pretrained: {folder}, hf: {case}}}"
+        return save_folder(case, folder), f"model={{pretrained: {folder}, hf: {case}}}"
     given = f"target: 'tests.models_from_folder:build', arguments: {{{OWN[case]}}}"
-    return saved_own(folder, OWN[case]), f"model={{pretrained: {folder}, {given}}}"
+    return save_decoder(folder, OWN[case]), f"model={{pretrained: {folder}, {given}}}"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_weights_read_by_parts_train_like_weights_read_in_full(
 def test_a_run_reports_why_its_model_was_read_in_full(
     ranks: Ranks, beside: str, tmp_path: Path
 ) -> None:
-    folder = saved_own(tmp_path / "in")
+    folder = save_decoder(tmp_path / "in")
     given = f"target: tests.models_from_folder:build, arguments: {{beside: {beside}}}"
     model = f"model={{pretrained: {folder}, {given}}}"
     words = ("mesh={}", "placement={}", model, "train.steps=1", "batch={global: 2, sequence: 16}")

@@ -15,7 +15,7 @@ from ptrain.verification.preconditions import REPEATED
 from ptrain.verification.protocol import STAGES
 from tests.gloo.cases import strategy_case
 from tests.gloo.verify_runs import LATE, ProgramChanges, check_assumptions, verify_spec
-from tests.jobs import TINY, run
+from tests.jobs import TINY, run_job
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -113,7 +113,7 @@ def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> No
     folder = tmp_path / "a-run"
     folder.mkdir()
     (folder / "spec.resolved.yaml").write_text(json.dumps(spec.resolved, default=str))
-    code, job = run(["verify", "a-run", "--steps", "3"], cwd=tmp_path, is_forked=True)
+    code, job = run_job(["verify", "a-run", "--steps", "3"], cwd=tmp_path, is_forked=True)
     assert code == 0, job.output + job.error
     assert job.lines[0].startswith("ddp · llama")
     assert any(line.startswith("verdict: holds (") for line in job.lines)

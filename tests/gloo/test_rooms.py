@@ -15,8 +15,8 @@ from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.steps.step import CreateMesh
 from tests.ranks import Ranks
-from tests.unit.both_rooms import notes_of_ghosts, notes_of_tensors
-from tests.unit.drawn_programs import drawn
+from tests.unit.both_rooms import notes_of_fake_tensors, notes_of_tensors
+from tests.unit.drawn_programs import random_program
 from tests.unit.room_programs import ALONE, BOTH, TOGETHER
 
 pytestmark = pytest.mark.gloo
@@ -33,11 +33,11 @@ def _differences(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
     )
     mesh = Mesh(CreateMesh(axes=BOTH, degrees=(2, 2)), world)
     settle: Callable[[], None] = lambda: time.sleep(RELEASE_SECONDS)  # noqa: E731
-    notes_of_tensors(ALONE["making"], mesh, None)  # torch's first operator leaves a cycle
+    notes_of_tensors(ALONE["make_tensors"], mesh, None)  # torch's first operator leaves a cycle
     differing = []
-    for program in (*map(TOGETHER.__getitem__, names), *map(drawn, seeds)):
+    for program in (*map(TOGETHER.__getitem__, names), *map(random_program, seeds)):
         there = notes_of_tensors(program, mesh, None, settle)
-        here = notes_of_ghosts(program, mesh)
+        here = notes_of_fake_tensors(program, mesh)
         assert len(there) == len(here)
         differing += [
             f"{program.__name__}: after statement {number}: {left} {right}"

@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.testing import assert_trains_like_one_device, assert_verified, on_ranks
-from tests.jobs import gone
+from tests.jobs import have_ended
 
 pytestmark = pytest.mark.gloo
 nightly = pytest.mark.nightly
@@ -69,7 +69,7 @@ def test_ranks_that_hang_are_ended_in_time(tmp_path: Path) -> None:
     assert time.monotonic() - began < 25
     pids = [int(each.name) for each in tmp_path.iterdir()]
     assert len(pids) == 2
-    assert gone(pids)
+    assert have_ended(pids)
 
 
 @nightly

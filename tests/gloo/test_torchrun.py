@@ -38,7 +38,7 @@ def free_port() -> int:
 @pytest.mark.nightly  # by default ptrain starts two such agents, below
 def test_torchrun_standalone_gives_the_same_losses(tmp_path, pool_losses):
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
-    code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
+    code, job = jobs.run_job([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
     assert code == 0, job.error
     assert jobs.losses(tmp_path / "run") == pool_losses
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
@@ -57,7 +57,9 @@ def test_two_agents_as_two_nodes_give_the_same_losses(tmp_path, pool_losses, mod
             stack.enter_context(jobs.job(words, cwd=tmp_path, module=module)) for _ in range(2)
         ]
         while any(job.process.poll() is None for job in agents):
-            addresses = addresses.union(*(jobs.listening(job.process.pid) for job in agents))
+            addresses = addresses.union(
+                *(jobs.listening_addresses(job.process.pid) for job in agents)
+            )
             time.sleep(0.5)
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]

@@ -42,7 +42,7 @@ class Continued:
 
 
 def train(cwd: Path, spec: str, *more: str) -> tuple[int, jobs.Job]:
-    return jobs.run(["train", spec, *jobs.TINY, *more], cwd=cwd, is_forked=True)
+    return jobs.run_job(["train", spec, *jobs.TINY, *more], cwd=cwd, is_forked=True)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
         ranks = job.ranks()
         job.process.send_signal(number)
         assert job.wait(60) == (130 if number is signal.SIGINT else 143)
-        assert jobs.gone(list(ranks.values()))
+        assert jobs.have_ended(list(ranks.values()))
     assert f"interrupted by {number.name}" in job.output
     again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
     assert again in job.output
@@ -220,7 +220,7 @@ def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
 def test_a_users_model_trains_only_if_its_import_is_allowed(ranks, tmp_path):
     own = "{target: tests.models_external:necks, arguments: {hidden: 16}}"
     wanted = ("zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4")
-    code, job = jobs.run(["train", *wanted], cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(["train", *wanted], cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "--allow-import" in job.error
     assert not (tmp_path / "runs").exists()
@@ -250,7 +250,7 @@ def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
 
 def test_a_spec_that_does_not_fit_is_rejected_before_a_rank_starts(tmp_path):
     asked = ["train", "zero3", "model.preset=llama3-8b"]
-    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(asked, cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "does not fit" in job.error
     assert not (tmp_path / "runs").exists()
@@ -264,7 +264,7 @@ def test_a_spec_that_does_not_fit_is_rejected_before_a_rank_starts(tmp_path):
 def test_a_spec_that_only_a_rank_can_reject_leaves_no_run_folder(tmp_path, module):
     asked = ["zero3", *jobs.TINY, "mesh.dp_shard=1", "data.path=none.npy"]
     verb = ["train"] if module == "ptrain" else []
-    code, job = jobs.run([*verb, *asked], cwd=tmp_path, module=module, is_forked=True)
+    code, job = jobs.run_job([*verb, *asked], cwd=tmp_path, module=module, is_forked=True)
     assert code == 2
     assert job.error.startswith("error: data.path: none.npy: ")
     assert "\n  remedy: " in job.error

@@ -19,7 +19,7 @@ SHORT = [word for word in jobs.TINY if not word.startswith(("model", "log"))]
 
 @pytest.mark.nightly  # by default one that fails is validated, below
 def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tmp_path):
-    code, job = jobs.run(
+    code, job = jobs.run_job(
         ["validate", "zero1", "zero3", *jobs.TINY, "mesh.dp_shard=1"], cwd=tmp_path
     )
     assert code == 0, job.error
@@ -32,7 +32,7 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
 
 def test_a_failed_verdict_exits_1_and_lists_the_differences(tmp_path):
     asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
-    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(asked, cwd=tmp_path, is_forked=True)
     assert code == 1, job.error
     record = json.loads(job.output)
     assert record["verdict"] == "fails"

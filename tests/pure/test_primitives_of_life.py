@@ -1,7 +1,6 @@
-"""What the life of flat units asks of its room, in order: which storages it makes and as what they
-count, what it issues and what it waits for, what it clears, adds up and announces. Followed by
-hand on two units of 17 and 18 elements, both 18 padded for two ranks, where bytes alone say too
-little."""
+"""The calls that the replay of flat units makes to its runtime, in order: allocations with their
+states, collectives and waits, resets, sums and announcements. Computed by hand for two units of 17
+and 18 elements, both padded to 18 for two ranks, where byte totals do not determine the calls."""
 
 from __future__ import annotations
 

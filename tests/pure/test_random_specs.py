@@ -12,7 +12,7 @@ from ptrain.spec.leaf import Leaf, Text
 from ptrain.spec.load import load
 from tests.adversary import key_values as keys
 from tests.adversary.coverage import Coverage
-from tests.adversary.random_specs import drawn
+from tests.adversary.random_specs import random_spec
 
 SEEDS = range(12)
 
@@ -47,15 +47,15 @@ def test_every_kind_of_value_is_one_that_its_key_takes():
 
 def test_a_text_key_without_known_values_is_named():
     with pytest.raises(LookupError, match=r"new\.key: any text will do"):
-        [*keys.of_key("new.key", Text("what is new"))]
+        [*keys.kinds_of_key("new.key", Text("what is new"))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_specs_are_legal_and_depend_only_on_the_seed(seed):
-    draw = drawn(seed)
+    draw = random_spec(seed)
     spec = resolve_auto(load(dict(draw.written)))
     assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1
-    assert draw == drawn(seed)
+    assert draw == random_spec(seed)
 
 
 def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has():
@@ -80,6 +80,6 @@ def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has
 def test_a_few_hundred_draws_have_every_key():
     coverage = Coverage()
     for seed in range(300):
-        coverage.add(drawn(seed).written)
+        coverage.add(random_spec(seed).written)
     places = {label.partition("=")[0] for label in coverage.specs}
     assert places == set(keys.values())

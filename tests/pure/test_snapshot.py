@@ -67,7 +67,7 @@ def test_the_random_specs_cover_every_mode_tier_layout_optimizer_option_and_sche
 
 @pytest.mark.nightly
 def test_specs_can_be_drawn_again_from_the_current_grammar():
-    specs = draw.drawn()
+    specs = draw.random_specs()
     assert len(specs) == DRAWN
     assert not draw.rare(specs, draw.choices(), draw.labels)
     assert not draw.rare(specs, draw.consequences(), draw.consequences_of)

@@ -1,8 +1,8 @@
-"""Both rooms, watched alike: what a statement of a program leaves behind, on torch and on ghosts.
+"""The state of the torch runtime and of the fake runtime after each statement of a program.
 
-A program is a generator over a room. After every statement it yields the tensors to look at, and
-what stands then is noted: the bytes that live on each tier, their maximum since the last note, what
-was sent and copied, and of each tensor its size, kind and place."""
+A program is a generator over a runtime. After every statement it yields the tensors to inspect, and
+a note records the live bytes of each tier, their maximum since the last note, the traffic and
+copies, and the size, dtype and device of each tensor."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Call = tuple[Collective, tuple[str, ...], State, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """One tensor. `storage` counts the storages of a note in the order in which they are met, so
+class TensorView:
+    """A tensor as observed. `storage` numbers the storages of a note in order of appearance, so
     that aliases have the same number; `start` is in elements."""
 
     numel: int
@@ -53,16 +53,16 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What stands after a statement."""
+    """The state after a statement."""
 
     live: Mapping[Tier, int]
     peak: int
     calls: tuple[Call, ...]
-    looks: tuple[Look, ...]
+    looks: tuple[TensorView, ...]
 
 
-class Watched(Protocol[T]):
-    """A room whose storages are followed."""
+class WatchedRuntime(Protocol[T]):
+    """A runtime whose storages are tracked."""
 
     room: TensorRuntime[T]
     peak: int
@@ -80,11 +80,11 @@ class Watched(Protocol[T]):
     def tag(self, tensor: T) -> tuple[State | None, str]: ...
 
 
-Program = Callable[[Watched[Any]], Iterator[Sequence[Any]]]
+Program = Callable[[WatchedRuntime[Any]], Iterator[Sequence[Any]]]
 
 
-class GhostsWatched:
-    """A room of ghosts, and its reader."""
+class WatchedFakeRuntime:
+    """A fake runtime and its reader."""
 
     def __init__(self, degrees: Mapping[Axis, int], places: Mapping[Axis, int]) -> None:
         self.levels: Counter[Tier] = Counter()
@@ -133,8 +133,8 @@ class GhostsWatched:
         return tensor.storage.state, tensor.storage.name
 
 
-class TensorsWatched(Ledger):
-    """A room of tensors while it is entered. What was there before is nobody's."""
+class WatchedTorchRuntime(Ledger):
+    """A torch runtime while it is entered; earlier storages are not attributed."""
 
     def __init__(self, mesh: Mesh, path: str | None = None) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class TensorsWatched(Ledger):
         return (None, "") if tag is None else (tag.state, tag.name)
 
 
-def notes(program: Program, watched: Watched[Any], settle: Callable[[], None]) -> list[Note]:
-    """Play a program; `settle` waits until what is over has let go of its tensors."""
+def notes(program: Program, watched: WatchedRuntime[Any], settle: Callable[[], None]) -> list[Note]:
+    """Run a program; `settle` waits until finished collectives have released their tensors."""
     kept: list[Note] = []
     for tensors in program(watched):
         settle()
@@ -199,14 +199,14 @@ def notes(program: Program, watched: Watched[Any], settle: Callable[[], None]) -
     return kept
 
 
-def _note(watched: Watched[T], tensors: Sequence[T]) -> Note:
+def _note(watched: WatchedRuntime[T], tensors: Sequence[T]) -> Note:
     numbers: dict[int, int] = {}
     looks = []
     for tensor in tensors:
         identity, start, size = watched.storage(tensor)
         state, name = watched.tag(tensor)
         looks.append(
-            Look(
+            TensorView(
                 numel=watched.room.numel(tensor),
                 dtype=watched.room.dtype(tensor),
                 shape=watched.room.shape(tensor),
@@ -225,20 +225,20 @@ def _note(watched: Watched[T], tensors: Sequence[T]) -> Note:
 def notes_of_tensors(
     program: Program, mesh: Mesh, path: str | None, settle: Callable[[], None] = lambda: None
 ) -> list[Note]:
-    """Play a program on torch, as this rank."""
-    watched = TensorsWatched(mesh, path)
+    """Run a program on torch as this rank."""
+    watched = WatchedTorchRuntime(mesh, path)
     with torch.no_grad(), watched.meter, watched:
         return notes(program, watched, settle)
 
 
-def notes_of_ghosts(program: Program, mesh: Mesh) -> list[Note]:
-    """Play a program on ghosts, at the same place."""
+def notes_of_fake_tensors(program: Program, mesh: Mesh) -> list[Note]:
+    """Run a program on fake tensors at the same coordinates."""
     places = {axis: mesh.coordinate(axis) for axis in mesh.axes}
-    return notes(program, GhostsWatched(mesh.degrees, places), lambda: None)
+    return notes(program, WatchedFakeRuntime(mesh.degrees, places), lambda: None)
 
 
-class Called(GhostRuntime):
-    """A room that writes down which of its methods are called."""
+class CallRecorder(GhostRuntime):
+    """A runtime that records the names of its called methods."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Programs for both rooms that are drawn: short sequences of primitives."""
+"""Random programs for both runtimes: short sequences of primitives."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ptrain.runtime.interface import PendingResult, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from tests.unit.both_rooms import Watched
+from tests.unit.both_rooms import WatchedRuntime
 from tests.unit.room_programs import BOTH, DEVICE, INNER, OMEGA, OUTER, SHAPE, THETA, G, Statements
 
 
 @dataclass
 class Variable(Generic[T]):
-    """A tensor of a drawn program; views have the number of their storage's first."""
+    """A tensor of a random program; views have the number of their storage's first tensor."""
 
     tensor: T
     root: int
     is_empty: bool = False
 
 
-def drawn(seed: int, length: int = 25) -> Callable[[Watched[Any]], Statements]:
-    """A program of so many statements, each on any tensors that it may take."""
+def random_program(seed: int, length: int = 25) -> Callable[[WatchedRuntime[Any]], Statements]:
+    """Return a program of the given number of statements, each on random legal tensors."""
 
-    def program(on: Watched[Any]) -> Statements:
-        return Drawn(on, Random(seed)).statements(length)
+    def program(on: WatchedRuntime[Any]) -> Statements:
+        return RandomProgram(on, Random(seed)).statements(length)
 
     program.__name__ = f"drawn_{seed}"
     return program
 
 
-class Drawn:
-    """A drawn program at work: what it may do depends on what a room says of its tensors."""
+class RandomProgram:
+    """A running random program: its legal statements depend on the runtime's tensors."""
 
-    def __init__(self, on: Watched[Any], draw: Random) -> None:
+    def __init__(self, on: WatchedRuntime[Any], draw: Random) -> None:
         self.on, self.room, self.draw = on, on.room, draw
         self.variables: list[Variable[Any]] = []
         self.moves: list[PendingResult[Any]] = []

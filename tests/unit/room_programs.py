@@ -1,4 +1,4 @@
-"""Programs for both rooms: every primitive by itself."""
+"""Programs for both runtimes: every primitive in isolation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ptrain.runtime.interface import PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from tests.unit.both_rooms import Watched
+from tests.unit.both_rooms import WatchedRuntime
 
 DEVICE = Tier.DEVICE
 THETA, OMEGA, G = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
@@ -21,8 +21,8 @@ SHAPE = (3, 2, 4)
 Statements = Iterator[Sequence[Any]]
 
 
-def making(on: Watched[Any]) -> Statements:
-    """Tensors of every tier and dtype, a scalar, none, and their end."""
+def make_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Make tensors of every tier and dtype, a scalar and None, and free them."""
     room = on.room
     for tier in Tier:
         for dtype in (DType.FP32, DType.BF16, DType.FP64):
@@ -39,8 +39,8 @@ def making(on: Watched[Any]) -> Statements:
     yield (nothing,)
 
 
-def making_alike(on: Watched[Any]) -> Statements:
-    """What is computed from a tensor is in memory where that is, and of its state if it says so."""
+def make_results(on: WatchedRuntime[Any]) -> Statements:
+    """Compute tensors: a result is in memory on its input's device, with its state if requested."""
     room = on.room
     for tier in Tier:
         source = room.new_empty(24, DType.FP32, tier, OMEGA, "source")
@@ -53,8 +53,8 @@ def making_alike(on: Watched[Any]) -> Statements:
         yield (cube,)
 
 
-def casting(on: Watched[Any]) -> Statements:
-    """To another dtype, to the same, to a copy; with and without a state and a name."""
+def cast_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Cast to another dtype, to the same, and to a copy; with and without a state and a name."""
     room = on.room
     for tier in Tier:
         source = room.new_empty(6, DType.FP32, tier, OMEGA, "source")
@@ -70,8 +70,8 @@ def casting(on: Watched[Any]) -> Statements:
         yield (other,)
 
 
-def moving(on: Watched[Any]) -> Statements:
-    """Between all tiers, of a vector, a view of it, a matrix and a scalar."""
+def move_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Move a vector, a view of it, a matrix and a scalar between all tiers."""
     room = on.room
     for source_tier in Tier:
         source = room.new_empty(24, DType.FP32, source_tier, OMEGA, "source")
@@ -85,8 +85,8 @@ def moving(on: Watched[Any]) -> Statements:
             yield source, room.copy_to_tier(untagged, tier, OMEGA)
 
 
-def copying(on: Watched[Any]) -> Statements:
-    """Between tiers a copy is of the state of where it goes, or of where it comes from."""
+def copy_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Copy between tiers: the state is the target's, or otherwise the source's."""
     room = on.room
     for source_tier in Tier:
         source = room.new_empty(6, DType.FP32, source_tier, OMEGA, "source")
@@ -102,8 +102,8 @@ def copying(on: Watched[Any]) -> Statements:
             yield source, into
 
 
-def joining(on: Watched[Any]) -> Statements:
-    """Several tensors are cast and copied by one operator each."""
+def copy_tensor_lists(on: WatchedRuntime[Any]) -> Statements:
+    """Cast and copy several tensors with one operator each."""
     room = on.room
     for tier in Tier:
         sources = [room.new_empty(size, DType.FP32, tier, OMEGA, "source") for size in (6, 4)]
@@ -114,8 +114,8 @@ def joining(on: Watched[Any]) -> Statements:
         yield *sources, *places
 
 
-def adding(on: Watched[Any]) -> Statements:
-    """In place, in memory or in a file."""
+def add_in_place(on: WatchedRuntime[Any]) -> Statements:
+    """Add in place, in memory and in a file."""
     room = on.room
     for tier in Tier:
         total = room.zeros(6, DType.FP32, tier, G)
@@ -127,8 +127,8 @@ def adding(on: Watched[Any]) -> Statements:
         yield (total,)
 
 
-def viewing(on: Watched[Any]) -> Statements:
-    """Views begin where they say, are of their storage, and keep it."""
+def view_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Make views: they have an offset, share the storage, and keep it alive."""
     room = on.room
     for tier in Tier:
         whole = room.new_empty(24, DType.FP32, tier, THETA, "whole")
@@ -149,8 +149,8 @@ def viewing(on: Watched[Any]) -> Statements:
         yield ()
 
 
-def permuting(on: Watched[Any]) -> Statements:
-    """A copy, whatever the order; and back, into what is there."""
+def permute_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Permute into a copy in any order, and back into an existing tensor."""
     room = on.room
     for tier in Tier:
         tensor = room.new_empty(24, DType.FP32, tier, G, "g")
@@ -162,8 +162,8 @@ def permuting(on: Watched[Any]) -> Statements:
             yield (tensor,)
 
 
-def emptying(on: Watched[Any]) -> Statements:
-    """Bytes go and come, of a tensor that stays and of its views."""
+def resize_storages(on: WatchedRuntime[Any]) -> Statements:
+    """Free and allocate the bytes of a tensor that stays, and of its views."""
     room = on.room
     tensor = room.zeros(24, DType.FP32, DEVICE, THETA, "unit")
     view = room.view_range(tensor, 3, (2, 2))
@@ -180,8 +180,8 @@ def emptying(on: Watched[Any]) -> Statements:
     yield (view,)
 
 
-def announcing(on: Watched[Any]) -> Statements:
-    """An advice allocates nothing and moves nothing."""
+def advise_files(on: WatchedRuntime[Any]) -> Statements:
+    """Advise a file: it allocates nothing and moves nothing."""
     room = on.room
     for tier in Tier:
         tensor = room.new_empty(24, DType.FP32, tier, OMEGA)
@@ -190,8 +190,8 @@ def announcing(on: Watched[Any]) -> Statements:
         yield (tensor,)
 
 
-def gathering(on: Watched[Any]) -> Statements:
-    """Along one axis, the other, and both; awaited or not."""
+def gather_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Gather along one axis, the other, and both; synchronously or not."""
     room = on.room
     for axes in ((OUTER,), (INNER,), BOTH, (INNER, OUTER)):
         ranks = math.prod(room.degree(axis) for axis in axes)
@@ -218,8 +218,9 @@ def gathering(on: Watched[Any]) -> Statements:
             yield (into,)
 
 
-def reducing_and_scattering(on: Watched[Any]) -> Statements:
-    """By itself and by exchange. What is reduced counts as what it was afterwards too."""
+def reduce_scatter_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """Reduce-scatter directly and by exchange. A reduced tensor counts as its former state
+    afterwards."""
     room = on.room
     for axes in ((OUTER,), (INNER,), BOTH):
         ranks = math.prod(room.degree(axis) for axis in axes)
@@ -245,8 +246,8 @@ def reducing_and_scattering(on: Watched[Any]) -> Statements:
                 yield ()
 
 
-def reducing(on: Watched[Any]) -> Statements:
-    """In place."""
+def all_reduce_tensors(on: WatchedRuntime[Any]) -> Statements:
+    """All-reduce in place."""
     room = on.room
     for axes in ((OUTER,), (INNER,), BOTH):
         for is_awaited in (True, False):
@@ -264,9 +265,9 @@ def reducing(on: Watched[Any]) -> Statements:
             yield (move.wait(),)
 
 
-def waiting(on: Watched[Any]) -> Statements:
-    """A move's buffer lives until it is waited for, its result as long as somebody names it; what
-    finishes it comes before the buffer goes."""
+def wait_for_moves(on: WatchedRuntime[Any]) -> Statements:
+    """Wait for a move: its buffer lives until the wait and its result as long as it is referenced;
+    the finishing function runs before the buffer is freed."""
     room = on.room
     result = room.new_empty(4, DType.FP32, DEVICE, THETA)
     buffer = room.new_empty(8, DType.FP32, DEVICE, THETA)
@@ -284,8 +285,8 @@ def _finishing(room: Any, result: Any, spare: Any) -> Callable[[], object]:
     return lambda: room.copy(room.view_range(spare, 0, (4,)), result)
 
 
-def places(on: Watched[Any]) -> Statements:
-    """What a room says of its rank, as sizes of what is made."""
+def read_coordinates(on: WatchedRuntime[Any]) -> Statements:
+    """Make tensors whose sizes are the rank's coordinates."""
     room = on.room
     for axis in BOTH:
         yield (
@@ -299,8 +300,12 @@ def places(on: Watched[Any]) -> Statements:
 ALONE = {
     program.__name__: program
     for program in (
-        making, making_alike, casting, moving, copying, joining, adding, viewing, permuting,
-        emptying, announcing, waiting, places,
+        make_tensors, make_results, cast_tensors, move_tensors, copy_tensors, copy_tensor_lists,
+        add_in_place, view_tensors, permute_tensors, resize_storages, advise_files, wait_for_moves,
+        read_coordinates,
     )
 }  # fmt: skip
-TOGETHER = {program.__name__: program for program in (gathering, reducing_and_scattering, reducing)}
+TOGETHER = {
+    program.__name__: program
+    for program in (gather_tensors, reduce_scatter_tensors, all_reduce_tensors)
+}

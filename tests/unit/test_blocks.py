@@ -1,5 +1,5 @@
-"""What a block allocates by how its activations are kept: the tables, put into a model's timeline,
-are what tracing gives at any shape and in any mixture, to the byte."""
+"""The allocations of a block by activation mode: the tables, inserted into a model's timeline,
+equal a trace to the byte for any shape and mixture."""
 
 from __future__ import annotations
 

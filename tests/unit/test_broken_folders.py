@@ -1,4 +1,4 @@
-"""Folders of published models that are broken or hostile are refused, with what is wrong."""
+"""Broken or hostile folders of published models are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.errors import SpecError
 from ptrain.models import pretrained
 from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
-from tests.published_folders import saved, tensors
+from tests.published_folders import save_folder, tensors
 from tests.unit.test_pretrained import SEQUENCE, spec_of
 
 pytest.importorskip("transformers")
@@ -238,11 +238,11 @@ def test_a_name_that_no_folder_can_have_is_refused(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("llama", tmp_path_factory.mktemp("published") / "in")
+    return save_folder("llama", tmp_path_factory.mktemp("published") / "in")
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_or_hostile_folder_is_refused_with_what_is_wrong(
+def test_a_broken_or_hostile_folder_is_rejected_with_the_reason(
     case: str, sound: Path, tmp_path: Path
 ) -> None:
     damage, finding = BROKEN[case]

@@ -1,4 +1,4 @@
-"""A model that its function builds on meta initializes itself, or ends in one message."""
+"""A model built on the meta device initializes itself, or is rejected with one message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def built(kind: str, seed: int = 0) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_it_has_the_values_of_its_own_initialization(kind: str) -> None:
-    """They depend on the seed alone, and torch's generator is as it was before."""
+def test_it_has_the_values_of_its_initialization(kind: str) -> None:
+    """They depend on the seed only, and torch's generator is unchanged."""
     before = torch.get_rng_state()
     module, again, other = built(kind), built(kind), built(kind, seed=1)
     assert torch.equal(before, torch.get_rng_state())

@@ -1,5 +1,5 @@
-"""A model that selects by data is recognised, and what it allocates lies within the bounds that its
-facts give, whatever it reads; a model whose sizes depend on no data is not marked."""
+"""A model with data-dependent sizes is recognized, and its allocations lie within the bounds of its
+facts for any data; other models are not marked."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_router_selects_lies_within_the_bounds(name):
+def test_routed_sizes_lie_within_the_bounds(name):
     if "hf" in MODELS[name]:
         pytest.importorskip("transformers")
     spec = spec_of(MODELS[name])
@@ -119,14 +119,14 @@ STILL = {
 
 
 @pytest.mark.parametrize("name", STILL)
-def test_a_model_whose_sizes_depend_on_no_data_is_not_marked(name):
+def test_a_model_with_data_independent_sizes_is_not_marked(name):
     if "hf" in STILL[name]:
         pytest.importorskip("transformers")
     facts = facts_of(spec_of(STILL[name]))
     assert not facts.by_data and not facts.others and not facts.untraced
 
 
-def test_what_cannot_be_bounded_is_unknown_with_its_reason():
+def test_unbounded_sizes_are_unknown_with_a_reason():
     spec = spec_of(own("moe", by="unique"))
     exact = derive(spec, facts_of(spec)).exact
     assert not exact.peak
@@ -177,7 +177,7 @@ READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", READING)
-def test_code_that_reads_values_and_then_does_something_else_is_unknown(name):
+def test_code_that_branches_on_values_is_unknown(name):
     model, sections, why = READING[name]
     spec = spec_of(model, **sections)
     facts = facts_of(spec)

@@ -1,4 +1,4 @@
-"""Which ranks draw alike, and which apart."""
+"""The ranks that share an RNG stream, and those that do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
     return [(its.rank, its.told) for its in find_mask_mismatches(dict(enumerate(ranks)), lines)]
 
 
-def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:
+def test_ranks_share_a_stream_if_they_have_the_same_samples() -> None:
     assert not _told(("x", "a", True), ("x", "a", True))
     assert not _told(("x", "a", True), ("y", "b", True))
     assert _told(("x", "a", True), ("x", "b", True)) == [(1, DIFFERENT)]
@@ -32,7 +32,7 @@ def test_of_several_copies_the_one_that_draws_unlike_the_others_is_named() -> No
     assert _told(("x", "b", True), ("x", "a", True), ("x", "a", True)) == [(0, DIFFERENT)]
 
 
-def test_ranks_with_slices_of_the_same_samples_draw_alike() -> None:
+def test_ranks_with_slices_of_the_same_samples_share_a_stream() -> None:
     assert not _told(("x", "a", True), ("y", "a", True), slices=2)
     assert _told(("x", "a", True), ("y", "b", True), slices=2) == [(1, UNLIKE)]
 

@@ -1,4 +1,4 @@
-"""What the pipeline axis reads off a model that is not built in, and which models it refuses."""
+"""The facts that the pipeline axis reads from a user model, and the models it rejects."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planned(module: nn.Module, *names: str) -> nn.Module:
     return module
 
 
-def test_a_plan_of_transformers_says_what_is_in_front_and_behind():
+def test_a_plan_of_transformers_names_embedding_and_head():
     spec = spec_of(MODELS["tied"])
     assert chain_of_module(made(spec), spec) == Chain(
         layers=tuple(f"model.layers.{index}" for index in range(4)),
@@ -76,7 +76,7 @@ def test_a_plan_of_transformers_says_what_is_in_front_and_behind():
     )
 
 
-def test_dropout_behind_the_embedding_is_in_front_of_the_layers():
+def test_dropout_after_the_embedding_belongs_to_the_embedding():
     spec = spec_of(MODELS["neox"])
     found = chain_of_module(made(spec), spec)
     assert found is not None
@@ -89,7 +89,7 @@ def test_dropout_behind_the_embedding_is_in_front_of_the_layers():
     "plan", [("table", "layers", "head"), {"table": 0, "layers": 1, "head": 2}]
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_module_of_the_users_own_says_it_by_an_attribute(plan, tied):
+def test_a_user_module_names_its_parts_by_an_attribute(plan, tied):
     spec = spec_of(MODELS["pairs"])
     module = planned(Pairs(16, 3, 260, tied), *plan)
     assert chain_of_module(module, spec) == Chain(
@@ -100,7 +100,7 @@ def test_a_module_of_the_users_own_says_it_by_an_attribute(plan, tied):
     )
 
 
-def test_without_pp_nobody_is_asked():
+def test_without_pp_the_model_is_not_inspected():
     spec = spec_of(OTHERS["unplanned"], mesh={}, placement={})
     assert chain_of_module(made(spec), spec) is None
 
@@ -127,7 +127,7 @@ def test_stages_one_after_the_other_give_the_models_logits(model):
     assert sorted(names) == sorted([*own, *copies])
 
 
-def test_a_copy_of_a_tied_tensor_is_apart_from_it():
+def test_a_copy_of_a_tied_tensor_is_independent():
     spec = spec_of(MODELS["tied"])
     module = made(spec)
     facts = untraced_facts(module, spec)
@@ -139,7 +139,7 @@ def test_a_copy_of_a_tied_tensor_is_apart_from_it():
     assert torch.equal(table, copy) and table.data_ptr() != copy.data_ptr()
 
 
-def test_buffers_of_other_stages_are_not_a_stages_own():
+def test_buffers_of_other_stages_are_excluded():
     spec = spec_of(OTHERS["gemma"])
     module = made(spec)
     facts = untraced_facts(module, spec)
@@ -204,7 +204,7 @@ def staged(kind: str, **arguments: Any) -> Spec:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_container_that_a_plan_names_is_what_is_called_within_it(tied):
+def test_a_container_in_a_plan_means_its_called_modules(tied):
     spec = spec_of({"target": "tests.models_staged:contained", "arguments": {"tied": tied}})
     chain = chain_of_module(made(spec), spec)
     assert chain is not None
@@ -219,7 +219,7 @@ def test_a_container_that_a_plan_names_is_what_is_called_within_it(tied):
         ("bare", ("wte", "wpe"), ("ln_f", "head", "scale")),
     ],
 )
-def test_without_a_plan_a_forward_pass_shows_what_is_in_front_and_behind(kind, front, behind):
+def test_without_a_plan_a_forward_pass_finds_embedding_and_head(kind, front, behind):
     chain = chain_of_module(made(staged(kind)), staged(kind))
     assert chain is not None
     assert chain.ends == Ends(front=front, behind=behind)
@@ -251,7 +251,7 @@ ALONG = {
 
 
 @pytest.mark.parametrize("kind", ALONG)
-def test_what_goes_past_the_layers_is_refused_by_name(kind):
+def test_tensors_that_bypass_the_layers_are_rejected_by_name(kind):
     assert ALONG[kind] in refused(staged(kind))[1]
 
 
@@ -264,7 +264,7 @@ def test_a_step_that_calls_the_model_twice_is_refused():
     assert "the forward pass does not call the layers" in finding
 
 
-def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
+def test_code_after_the_models_call_runs_on_the_last_stage_only():
     module, hidden = nn.Linear(3, 3), torch.ones(2, 3)
     calls: list[str] = []
 
@@ -280,7 +280,7 @@ def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
     assert calls == ["in front", "in front", "behind"]
 
 
-def test_a_module_without_blocks_is_refused_with_what_it_lacks():
+def test_a_module_without_blocks_is_rejected_with_the_missing_part():
     place, finding, remedy = refused(spec_of(MODELS["pairs"]), nn.Sequential(nn.Embedding(260, 8)))
     assert place == "mesh.pp"
     assert "has no list of layers to split into stages" in finding
@@ -288,7 +288,7 @@ def test_a_module_without_blocks_is_refused_with_what_it_lacks():
 
 
 @pytest.mark.parametrize(("kind", "is_written"), [("plain", False), ("written", True)])
-def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind, is_written):
+def test_the_substitute_for_an_embedding_has_no_memory_until_written(kind, is_written):
     spec = staged(kind)
     module = made(spec)
     facts = untraced_facts(module, spec)
@@ -304,7 +304,7 @@ def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind
     assert has_its_own is is_written
 
 
-def test_what_stands_in_for_an_embedding_runs_once_for_each_shape_and_dtype():
+def test_the_substitute_for_an_embedding_runs_once_per_shape_and_dtype():
     spec = staged("plain")
     module = made(spec)
     facts = untraced_facts(module, spec)
@@ -345,7 +345,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("module", "finding"), WRONG.values(), ids=WRONG)
-def test_a_plan_that_is_not_the_models_is_refused_with_what_it_is_not(module, finding):
+def test_a_plan_that_does_not_match_the_model_is_rejected_with_the_mismatch(module, finding):
     assert finding in refused(spec_of(MODELS["pairs"]), module())[1]
 
 

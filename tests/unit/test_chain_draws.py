@@ -1,5 +1,5 @@
-"""Which models that draw random numbers, or train otherwise than they evaluate, the pipeline axis
-refuses: those whose stages would draw others than the model does, or train something else."""
+"""The pipeline axis rejects models that draw random numbers outside of their layers, or train
+differently than they evaluate, if their stages would differ from the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SOUND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_stages_would_draw_or_train_otherwise_is_refused_by_name(kind):
+def test_stages_that_would_draw_or_train_differently_are_rejected_by_name(kind):
     assert REFUSED[kind] in refused(drawing(kind))[1]
 
 
@@ -61,7 +61,7 @@ def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
     assert any(known[1] in finding for finding in findings)
 
 
-def test_a_step_that_draws_in_front_of_the_model_and_behind_is_refused():
+def test_a_step_that_draws_before_and_after_the_model_is_rejected():
     model = {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}}
     spec = spec_of(model, step={"target": "tests.models_drawing:noisy"})
     assert (
@@ -69,7 +69,7 @@ def test_a_step_that_draws_in_front_of_the_model_and_behind_is_refused():
     )
 
 
-def test_what_is_drawn_to_look_at_a_model_is_drawn_for_nobody():
+def test_inspecting_a_model_does_not_advance_the_generator():
     spec = drawing("dropsatends")
     module = made(spec).eval()
     state = torch.get_rng_state()

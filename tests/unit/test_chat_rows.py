@@ -1,4 +1,4 @@
-"""Chats become rows of which answers alone are learned, each as if it stood alone."""
+"""Chats become rows; only answers are learned, and each chat is computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.chat_folders import (
     END,
     PAD,
     Messages,
-    drawn_chats,
+    random_chats,
     save_tokenizer,
     write_chats,
 )
@@ -79,10 +79,10 @@ def fitting(chat_tokenizer: Any, chat: Messages) -> list[int] | None:
 
 
 @pytest.mark.parametrize("options", [(), ("--alone",)], ids=["packed", "alone"])
-def test_every_chat_stands_in_a_row_once(
+def test_every_chat_is_in_one_row(
     chat_folder: Path, chat_tokenizer: Any, tmp_path: Path, capsys: Any, options: tuple[str, ...]
 ):
-    drawn = drawn_chats(300, most=5)
+    drawn = random_chats(300, most=5)
     drawn[7] = drawn[7][:1]  # without an answer
     drawn[9] = [{"role": "user", "content": "red " * SEQUENCE}, *CHAT[2:]]  # that fits not
     file, out = write_chats(tmp_path / "a.jsonl", drawn), tmp_path / "rows.npy"
@@ -116,7 +116,7 @@ def test_every_chat_stands_in_a_row_once(
 def packed(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of rows, in a folder with the chats."""
     place = tmp_path_factory.mktemp("packed")
-    file = write_chats(place / "chats.jsonl", drawn_chats(400, most=2))
+    file = write_chats(place / "chats.jsonl", random_chats(400, most=2))
     written(chat_folder, [file], place / "rows.npy")
     return place / "rows.npy"
 
@@ -204,12 +204,12 @@ class Broken(ChatTemplate):
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 27, 60])
-def test_what_was_broken_off_goes_on_where_it_stopped(
+def test_an_interrupted_conversion_resumes(
     chat_folder: Path, tmp_path: Path, monkeypatch: Any, at: int
 ):
     monkeypatch.setattr(tokenized, "DOCUMENTS", 8)
     names = [(tmp_path / name, seed) for seed, name in enumerate(("a.jsonl", "b.jsonl"))]
-    files = [write_chats(path, drawn_chats(35, seed)) for path, seed in names]
+    files = [write_chats(path, random_chats(35, seed)) for path, seed in names]
     done = written(chat_folder, files, tmp_path / "whole.npy")
     with pytest.raises(KeyboardInterrupt):
         written(chat_folder, files, tmp_path / "rows.npy", Broken(chat_folder, at))
@@ -264,7 +264,7 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
 
 def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_path: Path):
     """Else it would be two documents."""
-    drawn = drawn_chats(3)
+    drawn = random_chats(3)
     drawn.append([{"role": "user", "content": f"a {PAD} b"}, CHAT[2]])
     file = write_chats(tmp_path / "a.jsonl", drawn)
     packing = ChatPacking(sequence=SEQUENCE, separator=PAD)
@@ -274,10 +274,10 @@ def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_
     assert (done.documents, done.left_out, done.divided) == (4, 1, 1)
 
 
-def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
+def test_a_separator_that_every_chat_contains_is_rejected(
     chat_folder: Path, tmp_path: Path, capsys: Any
 ):
-    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    file = write_chats(tmp_path / "a.jsonl", random_chats(3))
     call = ["tokenize", str(file), "--chat", "--tokenizer", str(chat_folder), "--sequence", "127"]
     assert main([*call, "--separator", END, "--out", str(tmp_path / "t.npy")]) == 2
     error = capsys.readouterr().err
@@ -285,10 +285,10 @@ def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_where_no_token_is_left_to_stand_between_chats_one_is_to_be_named(
+def test_a_separator_must_be_named_if_the_vocabulary_has_no_unused_token(
     tmp_path: Path, capsys: Any
 ):
-    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    file = write_chats(tmp_path / "a.jsonl", random_chats(3))
     chat_folder = save_tokenizer(tmp_path / "tokenizer", specials=2)
     words = ["--tokenizer", str(chat_folder), "--sequence", "127", "--out", str(tmp_path / "t.npy")]
     call = ["tokenize", str(file), "--chat", *words]

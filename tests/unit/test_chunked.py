@@ -1,4 +1,5 @@
-"""The loss of a slice of the tokens at a time is the loss; all logits are never there at once."""
+"""The loss computed in chunks of tokens equals the loss, and the full logits never exist at
+once."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ class Widened(Necks):
 
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledInPlace, OfOneToken])
-def test_a_model_that_changes_what_its_head_gives_is_refused(kind):
+def test_a_model_that_changes_its_heads_output_is_rejected(kind):
     with pytest.raises(SpecError, match=r"other operators follow it.*\n.*Remove `loss`"):
         head_of(kind(10, 2, 40), with_chunks(5))
 

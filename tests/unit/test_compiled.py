@@ -1,4 +1,4 @@
-"""Compiled blocks: what is in front of a program and in it, and programs that compute nothing."""
+"""Compiled blocks: code before and within a program, and programs without computation."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_hooks_are_seen_outside_of_programs_alone(model: Model) -> None:
 
 
 @pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
-def test_a_program_computes_again_behind_those_that_do_not(model: Model) -> None:
+def test_a_program_recomputes_after_those_that_do_not(model: Model) -> None:
     x = torch.randn(2, 8)
     expected = model.blocks[0](x).detach()
     block = compile_by(model, "inductor")
@@ -112,7 +112,7 @@ LARGE = (
 
 
 @pytest.mark.nightly
-def test_a_model_too_large_for_real_tensors_is_compiled_on_fake_ones_and_has_no_time() -> None:
+def test_a_model_too_large_for_real_tensors_is_compiled_on_fake_ones_without_a_time() -> None:
     spec = load("ddp", LARGE).spec
     exact = derive(spec, facts_of(spec)).exact
     assert exact.peak and "peak" not in exact.undefined

@@ -128,7 +128,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_composed_model_computes_what_the_class_of_transformers_does(case, attention):
+def test_a_composed_model_computes_the_result_of_the_transformers_class(case, attention):
     name, config, fields, names = CASES[case]
     module = build_model(shape_of(fields, attention), sequence=SEQUENCE)
     cast_module(module, torch.float64)

@@ -1,5 +1,5 @@
-"""Code of the user's own that raises, wants other inputs or gives something else ends in one
-message: which function, what it gave, what is needed."""
+"""User code that raises, needs other inputs or returns other values gives one message: the
+function, its result, and the requirement."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refusal(spec: Spec) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("how", GIVEN)
-def test_what_is_no_logits_is_named_with_its_shape(how):
+def test_invalid_logits_are_named_with_their_shape(how):
     place, finding, remedy = refusal(spec_of("changed", how=how))
     assert place == "model.target" and NEEDED in remedy
     assert finding.startswith("Changed.forward of tests.models_unfit:changed")
@@ -78,7 +78,7 @@ def test_a_forward_that_raises_is_named_with_its_line(kind):
 
 
 @pytest.mark.parametrize("sections", [PP, {"loss": {"chunk": 8}}], ids=["pp", "chunked loss"])
-def test_whoever_runs_the_model_first_says_so(sections):
+def test_the_first_caller_of_the_model_reports_the_error(sections):
     _, finding, _ = refusal(spec_of("changed", how="tuple", sections=sections))
     assert "returned tuple (float32 [1, 4, 259], NoneType)" in finding
 
@@ -91,7 +91,7 @@ def test_a_function_that_raises_is_named_with_its_line(error):
     assert "no such weights" in finding and f"({models_unfit.__file__}:" in finding
 
 
-def test_what_the_user_or_ptrain_itself_says_passes():
+def test_messages_of_the_user_and_of_ptrain_pass_unchanged():
     with pytest.raises(KeyboardInterrupt):
         read_facts(spec_of("raises", error="KeyboardInterrupt"), allow_import=True)
     assert refusal(spec_of("refuses")) == ("model.arguments", "too wide", "")
@@ -138,7 +138,7 @@ def test_a_model_too_large_to_run_shows_it_on_fakes(capfd):
 
 
 @pytest.mark.usefixtures("all_are_large")
-def test_what_only_fakes_cannot_run_is_no_mistake(monkeypatch):
+def test_code_that_only_fake_tensors_cannot_run_is_no_error(monkeypatch):
     monkeypatch.setitem(models_unfit.CHANGES, "number", lambda logits: logits.tolist())
     read_facts(spec_of("changed", how="number"), allow_import=True)
 

@@ -88,7 +88,7 @@ def test_the_synthetic_corpus_can_be_learned():
         ),
     ],
 )
-def test_a_corpus_that_nobody_knows_is_refused_with_the_choice(data, finding):
+def test_an_unknown_corpus_is_rejected_with_the_known_ones(data, finding):
     with pytest.raises(PtrainError, match=finding):
         open_corpus(data)
 

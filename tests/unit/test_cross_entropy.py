@@ -1,4 +1,4 @@
-"""The cross entropy is torch's, and has one buffer of the logits' size."""
+"""The cross entropy equals torch's and needs one buffer of the logits' size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: flo
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_a_word_that_cannot_be_adds_nothing_and_is_infinitely_wrong_as_a_target() -> None:
+def test_an_impossible_word_adds_nothing_and_is_infinitely_wrong_as_a_target() -> None:
     logits, targets = drawn(torch.float64)
     with torch.no_grad():
         logits[..., 4] = -torch.inf

@@ -76,7 +76,7 @@ def test_where_the_bytes_lie_does_not_count():
     assert len(set(compute_digests([tensor, tensor.clone(), shifted, transposed]))) == 1
 
 
-def test_nothing_is_a_tensor_too_and_kind_says_which():
+def test_an_empty_tensor_has_a_digest_with_its_kind():
     assert compute_digests([]) == []
     assert len(set(compute_digests([torch.empty(0), torch.empty(0, dtype=torch.int8)]))) == 1
     assert describe_tensor(torch.empty(0, 3, dtype=torch.bfloat16)) == "bfloat16[0, 3]"

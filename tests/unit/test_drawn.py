@@ -156,10 +156,10 @@ def large_from_elsewhere(odd: Odd) -> None:
         (large_from_elsewhere, "computes values before it makes them parameters"),
     ],
 )
-def test_what_cannot_be_drawn_one_by_one_is_built_whole(
+def test_models_that_cannot_be_drawn_one_by_one_are_built_in_full(
     change: Callable[[Odd], None], finding: str, draws: bool
 ) -> None:
-    """A constructor that is not run with draws is found out too: a prediction does not draw."""
+    """This includes a constructor that was not run with draws: a prediction does not draw."""
 
     def build_it(more: int) -> nn.Module:
         with convert_exceptions(partial(target_fault, FUNCTION)):

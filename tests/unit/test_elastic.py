@@ -1,4 +1,4 @@
-"""Whom the parent blames when torch's agent tells it which ranks failed."""
+"""The rank that the parent blames when torch's agent reports failures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOST = "RankFailed: stage 0: waiting for rank 1 (stage 1) to send micro-batch 2:
 KILLED = "Signal 9 (SIGKILL) received by PID 4711"
 
 
-def test_a_rank_that_was_killed_is_blamed_before_one_that_lost_it_and_said_so_first():
+def test_a_killed_rank_is_blamed_before_an_earlier_report_of_its_loss():
     error = ChildFailedError("ptrain.train", {0: failed(0, 1, LOST), 1: failed(1, 2, KILLED)})
     assert _root_cause(error) == (1, KILLED)
 
 
-def test_where_all_lost_somebody_the_first_to_say_so_is_told():
+def test_if_all_ranks_lost_a_peer_the_first_report_is_shown():
     error = ChildFailedError("ptrain.train", {2: failed(2, 5, LOST), 0: failed(0, 4, LOST)})
     assert _root_cause(error) == (0, LOST)

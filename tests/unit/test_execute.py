@@ -1,5 +1,5 @@
-"""The steps of a plan are executed in their order: one that cannot run at this position is refused,
-and nothing is put in another order."""
+"""The steps of a plan are executed in their order: a step in an impossible position is rejected,
+and no step is reordered."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_kind_of_step_has_one_executor():
     assert not set(OF_RANK) & set(OF_PIECES)
 
 
-def test_what_the_plan_says_is_what_ran():
+def test_the_executed_steps_equal_the_plan():
     plan = lowered()
     assert tuple(type(step).__name__ for step in plan.steps) == NAMES
     program = executed(plan)
@@ -88,7 +88,7 @@ def test_two_steps_that_change_places_are_refused_or_change_nothing(pair: tuple[
 
 
 @pytest.mark.parametrize("place", range(len(NAMES)))
-def test_what_a_plan_may_lack_is_not_done_and_the_rest_is_no_plan_without(place: int):
+def test_optional_steps_may_be_missing_and_others_not(place: int):
     plan = lowered()
     others = (*plan.steps[:place], *plan.steps[place + 1 :])
     if NAMES[place] in ("Keep", "ChunkedLoss", "Clip"):
@@ -98,13 +98,13 @@ def test_what_a_plan_may_lack_is_not_done_and_the_rest_is_no_plan_without(place:
         replace(plan, steps=others)
 
 
-def test_a_step_that_stands_twice_is_no_plan():
+def test_a_repeated_step_is_rejected():
     plan = lowered()
     with pytest.raises(AssertionError, match="two steps of a kind"):
         replace(plan, steps=(*plan.steps, plan.update))
 
 
-def test_a_step_is_replaced_where_it_stands():
+def test_a_step_is_replaced_in_its_position():
     plan = lowered()
     assert plan.clip is not None and plan.keep is not None
     other = plan.replace_steps(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))

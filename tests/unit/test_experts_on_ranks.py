@@ -1,6 +1,5 @@
-"""The exchange of the expert axis on a rank that nobody answers: what a trip holds at once and what
-it sends, against its closed form; what is computed beside it; and loads that are taken to be even.
-"""
+"""The exchange of the expert axis on a single rank: memory and traffic of a trip compared with the
+closed form, overlapped computation, and assumed even loads."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def _most(recording: Recording, large: int) -> int:
 
 
 @pytest.mark.parametrize("factor", [None, 1.5])
-def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
+def test_a_trip_has_the_memory_and_traffic_of_its_closed_form(group, factor):
     shape = replace(SHAPE, capacity_factor=factor, experts=EXPERTS)
     spec = spec_of(shape, RANKS, sequence=18)
     rows = rows_bytes(spec, shape)

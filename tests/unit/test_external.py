@@ -1,4 +1,4 @@
-"""Models of the user's own: allowed by the user only, and every mistake has its message."""
+"""User models: imported only with the user's permission, with one message per mistake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAD_TARGETS = [
 ]
 
 
-def test_code_of_the_users_own_runs_only_if_allowed():
+def test_user_code_runs_only_if_allowed():
     with pytest.raises(PtrainError, match="--allow-import"):
         build_model(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE)
 
@@ -86,7 +86,7 @@ def built(target: str, folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", ["beside_the_spec", "beside_it.model"])
-def test_a_module_beside_the_spec_is_imported_after_all_that_is_installed(folder, name):
+def test_a_module_next_to_the_spec_is_imported_after_installed_ones(folder, name):
     before = list(sys.path)
     beside(folder, "yaml", "raise SystemExit('planted')")
     assert isinstance(built(beside(folder, name), folder), torch.nn.Module)
@@ -119,7 +119,7 @@ def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name
     assert str(folder) not in sys.path, "nothing was imported"
 
 
-def test_what_lies_beside_the_spec_and_is_on_the_path_is_one_module(folder, monkeypatch):
+def test_a_module_next_to_the_spec_and_on_the_path_is_one_module(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     built(beside(folder, "on_the_path"), folder)
 

@@ -1,4 +1,4 @@
-"""Flat units on fake ranks: no mode, tier or dial reads a value or moves one for nothing."""
+"""Flat units on fake ranks: no mode, tier or option reads a value or makes a needless copy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_move_of_a_step_belongs_to_a_state(name: str) -> None:
     assert all(found.bytes_of(state) >= 0 for state in State)
 
 
-def test_what_stands_in_files_is_no_device_memory() -> None:
+def test_file_states_are_no_device_memory() -> None:
     found = simulated(*CASES["files"])
     resident = {row.state: row for row in found.memory}
     for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):

@@ -115,7 +115,7 @@ def test_a_bias_is_added_in_the_dtype_of_the_output():
     "name",
     ["zero1", "ep", "gpt2-124m"],
 )
-def test_all_linear_layers_of_blocks_multiply_fp8_except_the_listed_ones(name):
+def test_all_linear_layers_of_blocks_except_the_listed_ones_use_fp8(name):
     words = ("zero1", ["model.preset=gpt2-124m"]) if name == "gpt2-124m" else (name, [])
     shape = load(*words).spec.model
     assert isinstance(shape, ModelShape)

@@ -1,5 +1,5 @@
-"""What `axes.data.fsdp2` says of the torch that is installed, asked of that torch's own code; that
-the bytes follow, the ghosts' tests show."""
+"""The behavior of FSDP2 in `axes.data.fsdp2` is compared with the installed torch's source; the
+replay tests check the resulting bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_of_every_torch_for_which_exact_is_claimed_habits_are_known():
     assert set(fsdp2.BEHAVIORS) == set(TESTED_TORCH)
 
 
-def test_a_buffer_is_held_where_a_local_name_outlives_the_next_ones_copy():
+def test_a_buffer_is_held_if_a_local_name_outlives_the_next_copy():
     names_it = "prev_all_gather_state" in inspect.getsource(GROUP.wait_for_unshard)
     assert fsdp2.fsdp2_behavior().holds_buffer is names_it, (
         f"torch {torch.__version__}: FSDPParamGroup.wait_for_unshard names the buffer before"
     )
 
 
-def test_the_last_gradient_is_named_where_the_loop_stands_in_post_backward():
+def test_the_last_gradient_is_referenced_if_the_loop_is_in_post_backward():
     loops = "unsharded_grads.append" in inspect.getsource(GROUP.post_backward)
     assert fsdp2.fsdp2_behavior().names_last_gradient is loops, (
         f"torch {torch.__version__}: FSDPParamGroup.post_backward collects gradients in a loop"
@@ -42,7 +42,7 @@ def test_gradients_are_cast_on_arrival_where_no_parameter_does_it_later():
     )
 
 
-def test_a_unit_without_gradients_awaits_a_reduction_where_that_stands_before_the_look_at_them():
+def test_a_unit_without_gradients_awaits_a_reduction_that_precedes_the_check():
     source = inspect.getsource(GROUP.post_backward)
     waits_before = source.index("reduce_scatter_state") < source.index("_with_grad) == 0")
     assert fsdp2.fsdp2_behavior().waits_without_gradients is waits_before, (

@@ -1,5 +1,5 @@
-"""What is torch's in the life of flat units, on ghosts as on tensors: what autograd does with a
-gradient, and what an optimizer allocates while it steps."""
+"""The replay of autograd and optimizers for flat units equals torch on tensors: gradient
+accumulation, and the allocations of an optimizer step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from ptrain.timeline import Complete
 from tests.pure.build import make_facts
-from tests.unit.both_rooms import GhostsWatched, Note, TensorsWatched, Watched, notes
+from tests.unit.both_rooms import (
+    Note,
+    WatchedFakeRuntime,
+    WatchedRuntime,
+    WatchedTorchRuntime,
+    notes,
+)
 
 SHAPES = ((5, 3), (2,))
 NUMELS = (15, 2)
 DEVICE, G = Tier.DEVICE, State.GRADIENTS
 Give = Callable[[int, bool], None]
-Program = Callable[[Watched[Any], Any, Give], Iterator[Sequence[Any]]]
+Program = Callable[[WatchedRuntime[Any], Any, Give], Iterator[Sequence[Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +68,17 @@ def by_tensors(program: Program, mesh: Mesh) -> list[Note]:
         return notes(lambda on: program(on, members, give), watched, lambda: None)
 
 
-def tensors_watched(mesh: Mesh) -> TensorsWatched:
-    """A room that torch has played in once: what its first operator imports leaves a cycle."""
-    watched = TensorsWatched(mesh)
+def tensors_watched(mesh: Mesh) -> WatchedTorchRuntime:
+    """Return a watched torch runtime that has run once: the imports of its first operator leave a
+    reference cycle."""
+    watched = WatchedTorchRuntime(mesh)
     with watched:
         watched.room.zeros(1, DType.FP32, DEVICE, G)
-    return TensorsWatched(mesh)
+    return WatchedTorchRuntime(mesh)
 
 
 def by_ghosts(program: Program) -> list[Note]:
-    watched = GhostsWatched({}, {})
+    watched = WatchedFakeRuntime({}, {})
     members = GhostMembers(make_facts(SHAPES).units[0].tensors, watched)
 
     def give(index: int, cloned: bool) -> None:
@@ -84,14 +91,15 @@ def by_ghosts(program: Program) -> list[Note]:
     return notes(lambda on: program(on, members, give), watched, lambda: None)
 
 
-def require_alike(program: Program, mesh: Mesh, name: str = "") -> None:
-    """But for the maximum between two notes: a forward pass is of no interest."""
+def require_equal_notes(program: Program, mesh: Mesh, name: str = "") -> None:
+    """Require equal notes, except for the maximum between two notes, which a forward pass
+    changes."""
     there, here = by_tensors(program, mesh), by_ghosts(program)
     for number, (left, right) in enumerate(zip(there, here, strict=True)):
         assert replace(left, peak=0) == replace(right, peak=0), f"{name}: statement {number}"
 
 
-def binding(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
+def binding(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """A first gradient is taken over or copied until it is written to a flat tensor, or zeros are
     where there is none; later ones are added there in place. The tensor lives while they are bound
     to it."""
@@ -110,7 +118,7 @@ def binding(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any
     yield ()
 
 
-def collecting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
+def collecting(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """The first is taken over or copied, the next is added to it, until they are collected."""
     whole = on.room.zeros(17, DType.BF16, DEVICE, G)
     give(0, False)
@@ -130,7 +138,7 @@ def collecting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[
     yield (whole,)
 
 
-def adopting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
+def adopting(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """Parameters are views of the last flat tensor that adopted them, which lives with them."""
     whole = on.room.zeros(17, DType.FP32, DEVICE, State.PARAMETERS)
     members.bind_views(whole)
@@ -149,7 +157,7 @@ def adopting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[An
 
 
 def drawn(seed: int) -> Program:
-    def program(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
+    def program(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
         draw, bound = Random(seed), set[int]()
         whole = on.room.zeros(17, DType.FP32, DEVICE, G)
         for _ in range(15):
@@ -173,23 +181,23 @@ def drawn(seed: int) -> Program:
 
 
 @pytest.mark.parametrize("program", [binding, collecting, adopting], ids=lambda p: p.__name__)
-def test_gradients_of_ghosts_come_and_go_as_autograd_s(program, mesh):
-    require_alike(program, mesh)
+def test_replayed_gradients_have_the_lifetimes_of_autograds(program, mesh):
+    require_equal_notes(program, mesh)
 
 
-def test_in_drawn_orders_too(mesh):
+def test_replayed_gradients_have_the_lifetimes_of_autograds_in_random_orders(mesh):
     for seed in range(60):
-        require_alike(drawn(seed), mesh, f"seed {seed}")
+        require_equal_notes(drawn(seed), mesh, f"seed {seed}")
 
 
-def test_members_of_ghosts_are_those_of_parameters():
+def test_replayed_members_equal_those_of_parameters():
     unit = make_facts(SHAPES).units[0]
-    ghosts = GhostMembers(unit.tensors, GhostsWatched({}, {}))
+    ghosts = GhostMembers(unit.tensors, WatchedFakeRuntime({}, {}))
     tensors = ParameterMembers([(t.name, nn.Parameter(torch.zeros(t.shape))) for t in unit.tensors])
     for name in ("names", "shapes", "are_cut", "cutting_axes"):
         assert list(getattr(ghosts, name)) == list(getattr(tensors, name)), name
     tensors_of_tp = tuple(tensor._replace(cut_over=(Axis.TP,)) for tensor in unit.tensors)
-    cut = GhostMembers(tensors_of_tp, GhostsWatched({}, {}))
+    cut = GhostMembers(tensors_of_tp, WatchedFakeRuntime({}, {}))
     assert (cut.are_cut, cut.cutting_axes) == ([True, True], (Axis.TP,))
 
 
@@ -201,7 +209,7 @@ MATRICES = ((6, 10), (10, 6), (8, 8), (1, 5))
 def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
     """Leaves that are made, filled, updated and emptied, as a member of an update does it."""
 
-    def program(on: Watched[Any]) -> Iterator[Sequence[Any]]:
+    def program(on: WatchedRuntime[Any]) -> Iterator[Sequence[Any]]:
         room, state = on.room, State.OPTIMIZER
         spec = OptimizerSpec(name=rule, momentum=0.9)
         shapes = MATRICES if rule == "muon" else ((6, 10), (7,))
@@ -241,7 +249,7 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
 
 
 def steps(rule: str, dtype: DType, mesh: Mesh, *, is_scaled: bool) -> tuple[list[Note], list[Note]]:
-    ghosts = GhostsWatched({}, {})
+    ghosts = WatchedFakeRuntime({}, {})
     here = notes(
         updating(GhostOptimizerFactory(ghosts), rule, dtype, is_scaled=is_scaled),
         ghosts,
@@ -261,7 +269,7 @@ def steps(rule: str, dtype: DType, mesh: Mesh, *, is_scaled: bool) -> tuple[list
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.FP64])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_an_optimizer_holds_on_ghosts_what_it_holds_on_tensors(rule, dtype, is_scaled, mesh):
+def test_an_optimizer_has_the_same_memory_in_replay_and_on_tensors(rule, dtype, is_scaled, mesh):
     there, here = steps(rule, dtype, mesh, is_scaled=is_scaled)
     for number, (left, right) in enumerate(zip(there, here, strict=True)):
         assert left == right, f"statement {number}"

@@ -1,7 +1,6 @@
-"""The ghosts of torch against torch: the real FSDP2, DistributedDataParallel and
-ZeroRedundancyOptimizer run on a rank of a fake world, and every collective comes in the order, of
-the size and amid the bytes that the ghost has.
-"""
+"""The replay of torch's wrappers compared with torch: FSDP2, DistributedDataParallel and
+ZeroRedundancyOptimizer run on a rank of a fake world with the collectives, sizes and memory of the
+replay."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ Event = tuple[Collective, int, int, int]
 
 
 class Recorder(Tape):
-    """A tape that keeps each collective with the bytes around it."""
+    """A tape that records each collective with the memory before and after it."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(account=Account(spec))
@@ -74,7 +73,7 @@ class Recorder(Tape):
 
 
 class Watcher(MemoryMeter):
-    """A meter that keeps the bytes around each collective."""
+    """A meter that records the memory before and after each collective."""
 
     def __init__(self, program: Program, rank: int) -> None:
         super().__init__(program, rank=rank, waits=False)
@@ -107,8 +106,8 @@ def step(program: Program, tokens: torch.Tensor) -> None:
     program.step(1e-3)
 
 
-def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
-    """A steady step's collectives, by phase."""
+def torch_collectives(spec: Spec) -> dict[Phase, list[Event]]:
+    """Return a steady step's collectives by phase."""
     world = fake_world(0, spec.world_size)
     try:
         program = interpret(spec, world=world)
@@ -141,7 +140,7 @@ def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Ev
 
 
 def agree(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, ghost = of_torch(spec), of_ghost(spec, monkeypatch)
+    real, ghost = torch_collectives(spec), of_ghost(spec, monkeypatch)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for number, pair in enumerate(zip(real[phase], ghost[phase], strict=False)):
             assert pair[0] == pair[1], f"{CHANGED}call {number} of {phase}"
@@ -157,45 +156,45 @@ REPLICAS = {Axis.DP_REPLICATE: (2, WHOLE)}
 
 
 @covering("mesh, layout, accumulate", MESHES, LAYOUTS, [1, 3])
-def test_fsdp2_allocates_and_sends_in_the_order_of_its_ghost(mesh, layout, accumulate, monkeypatch):
+def test_fsdp2_allocates_and_sends_in_the_replayed_order(mesh, layout, accumulate, monkeypatch):
     spec = make_spec(MESHES[mesh], layout=LAYOUTS[layout], accumulate=accumulate, clip=None)
     agree(spec, monkeypatch)
 
 
 @pytest.mark.parametrize("sync", GradientSync)
 @pytest.mark.parametrize("forward", [True, False, Reshard.NON_ROOT, 2])
-def test_fsdp2_obeys_the_policies_that_its_ghost_obeys(sync, forward, monkeypatch):
+def test_fsdp2_follows_the_replayed_policies(sync, forward, monkeypatch):
     policy = SyncPolicy(gradients=sync, reshard_after_forward=forward)
     mesh = {Axis.DP_SHARD: (4, GATHERED)}
     agree(make_spec(mesh, accumulate=2, sync=policy, clip=None), monkeypatch)
 
 
-def test_fsdp2_of_master_copies_gathers_casts_of_them(monkeypatch):
+def test_fsdp2_gathers_casts_of_master_copies(monkeypatch):
     mesh = {Axis.DP_SHARD: (2, tuple_of("M,S,S"))}
     layout = replace(ZERO16, name="masters", gradients=FP32.gradients)
     agree(make_spec(mesh, layout=layout, accumulate=2, clip=None), monkeypatch)
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_fsdp2_has_no_higher_moment_than_its_ghost_where_activations_are_small(mesh, monkeypatch):
+def test_fsdp2_peaks_no_higher_than_its_replay_with_small_activations(mesh, monkeypatch):
     agree(make_spec(mesh, micro=1, sequence=2, accumulate=2, clip=None), monkeypatch)
 
 
-def test_fsdp2_hands_its_reductions_to_an_exchange(monkeypatch):
+def test_fsdp2_uses_an_exchange_for_its_reductions(monkeypatch):
     spec = make_spec(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL, clip=None)
     agree(spec, monkeypatch)
 
 
 @pytest.mark.parametrize(("accumulate", "bucket"), [*product((1, 3), (50_000, 25 * 2**20))])
-def test_ddp_reduces_its_buckets_where_its_ghost_does(accumulate, bucket, monkeypatch):
+def test_ddp_reduces_its_buckets_in_the_replayed_order(accumulate, bucket, monkeypatch):
     spec = make_spec(REPLICAS, accumulate=accumulate, bucket_bytes=bucket, clip=None)
     agree(spec, monkeypatch)
 
 
-def test_zero_redundancy_broadcasts_the_buckets_of_its_ghost(monkeypatch):
+def test_zero_redundancy_broadcasts_the_replayed_buckets(monkeypatch):
     spec = make_spec({Axis.DP_REPLICATE: (3, ZERO_1)}, clip=None)
     agree(spec, monkeypatch)
-    real, ghost = of_torch(spec), of_ghost(spec, monkeypatch)
+    real, ghost = torch_collectives(spec), of_ghost(spec, monkeypatch)
     sizes = [(collective, payload) for collective, payload, *_ in real[Phase.UPDATE]]
     shards = [(collective, payload) for collective, payload, *_ in ghost[Phase.UPDATE]]
     assert sizes, f"{CHANGED}the owners send nothing"
@@ -207,14 +206,14 @@ def test_zero_redundancy_broadcasts_the_buckets_of_its_ghost(monkeypatch):
     st.integers(min_value=4, max_value=200),
     st.integers(min_value=4, max_value=200),
 )
-def test_ddp_fills_its_buckets_as_its_ghost_does(numels: list[int], first: int, later: int):
+def test_ddp_fills_its_buckets_as_replayed(numels: list[int], first: int, later: int):
     tensors = [torch.empty(numel) for numel in numels]
     assigned, _ = dist._compute_bucket_assignment_by_size(tensors, [first, later])
     sizes = [sum(4 * numels[index] for index in bucket) for bucket in assigned]
     assert bucket_sizes([4 * numel for numel in numels], [first, later]) == sizes, CHANGED
 
 
-def test_ddp_s_own_buckets_begin_with_a_small_one():
+def test_ddp_starts_with_a_small_bucket():
     caps = bucket_caps(25 * 2**20)
     first = dist._DEFAULT_FIRST_BUCKET_BYTES
     assert caps == (first, 25 * 2**20), f"{CHANGED}DDP's first bucket has {first} bytes"
@@ -222,7 +221,7 @@ def test_ddp_s_own_buckets_begin_with_a_small_one():
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(min_value=1, max_value=9), min_size=1, max_size=12))
-def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
+def test_zero_redundancy_distributes_tensors_as_replayed(numels: list[int]):
     world = fake_world(0, 3)
     try:
         parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
@@ -239,7 +238,7 @@ def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_fsdp2_cuts_rows_as_its_ghost_does(rank: int):
+def test_fsdp2_shards_rows_as_replayed(rank: int):
     spec = make_spec({Axis.DP_SHARD: (4, GATHERED)})
     clear_shape_caches()  # of the rank before
     world = fake_world(rank, 4)
@@ -265,7 +264,7 @@ def test_fsdp2_cuts_rows_as_its_ghost_does(rank: int):
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named: bool):
+def test_autograd_takes_or_clones_a_gradient_as_replayed(is_named: bool):
     leaf = torch.zeros(5, requires_grad=True)
     named: list[torch.Tensor] = []
     storages: list[int] = []
@@ -296,7 +295,7 @@ def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named:
     assert leaf.grad.data_ptr() == kept, f"{CHANGED}AccumulateGrad adds in place"
 
 
-def test_a_unit_of_fsdp2_keeps_what_its_wrap_reads():
+def test_a_unit_of_fsdp2_has_the_attributes_that_its_wrapper_reads():
     world = fake_world(0, 2)
     try:
         program = interpret(make_spec(FULLY), world=world)
@@ -317,7 +316,7 @@ def test_a_unit_of_fsdp2_keeps_what_its_wrap_reads():
         world.close()
 
 
-def test_an_update_that_is_spread_says_where_it_is():
+def test_a_spread_update_states_its_owner():
     world = fake_world(0, 2)
     try:
         program = interpret(make_spec({Axis.DP_REPLICATE: (2, ZERO_1)}), world=world)

@@ -1,4 +1,4 @@
-"""A module that the user built takes the place of a spec's model, or is refused by name."""
+"""A module that the user built replaces a spec's model, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def half_cut() -> nn.Module:
         (half_cut, "is already sharded"),
     ],
 )  # fmt: skip
-def test_what_cannot_take_a_models_place_is_refused(
+def test_a_module_that_cannot_replace_the_model_is_rejected(
     build: Callable[[], nn.Module], finding: str
 ) -> None:
     module = build()
@@ -62,7 +62,7 @@ def test_what_cannot_take_a_models_place_is_refused(
         ptrain.read_facts(spec_of(), module)
 
 
-def test_a_module_is_cast_and_trains_and_its_class_stands_for_the_specs_shape() -> None:
+def test_a_module_is_cast_and_trained_and_its_class_replaces_the_specs_shape() -> None:
     module = own().eval()
     spec = accept_module(module, spec_of("precision.layout=bf16"))
     assert module.training and {p.dtype for p in module.parameters()} == {torch.bfloat16}

@@ -1,5 +1,5 @@
-"""A model of somebody's own is built without values of its parameters, and all else of it is what
-its constructor makes; where it cannot be, it is known why."""
+"""A user model is built without parameter values while everything else matches its constructor; if
+that is impossible, the reason is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.models_from_folder import build, saved_own
+from tests.models_from_folder import build, save_decoder
 from tests.unit.test_windows_of_weights import drawn
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ NEEDING: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 
 
 @pytest.mark.parametrize("case", NEEDING)
-def test_what_needs_values_of_parameters_is_not_built_without(case: str) -> None:
+def test_a_model_that_needs_parameter_values_is_not_built_on_meta(case: str) -> None:
     change, finding = NEEDING[case]
     with pytest.raises(NeedsValuesError, match=finding):
         build_on_meta(partial(by, change))
@@ -115,7 +115,7 @@ def test_all_but_parameters_is_as_it_is_with_values() -> None:
 def test_a_model_that_needs_values_has_those_of_the_folder_all_the_same(
     beside: str, tmp_path: Path
 ) -> None:
-    folder = saved_own(tmp_path / "in")
+    folder = save_decoder(tmp_path / "in")
     program = interpret(spec_of(folder, f"beside: {beside}"), world=World(), allow_import=True)
     assert bool(program.whole_because) is (beside != "''")
     module = build(beside=beside.strip("'"))
@@ -130,7 +130,7 @@ def test_a_model_that_needs_values_has_those_of_the_folder_all_the_same(
 
 
 def test_dtypes_of_the_module_round_before_those_of_the_spec(tmp_path: Path) -> None:
-    folder = saved_own(tmp_path / "in")
+    folder = save_decoder(tmp_path / "in")
     target = "tests.models_from_folder:build_in_half"
     model = interpret(spec_of(folder, target=target), world=World(), allow_import=True).model
     module = build()
@@ -140,7 +140,7 @@ def test_dtypes_of_the_module_round_before_those_of_the_spec(tmp_path: Path) -> 
 
 
 def test_a_look_has_few_numbers_of_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
-    folder = saved_own(tmp_path / "in")
+    folder = save_decoder(tmp_path / "in")
     module = build_on_meta(partial(by, lambda module: None))
     weights, before = ModuleWeights(module, str(folder)), dict(module.named_parameters())
     with repeated_values(module, weights):
@@ -190,7 +190,7 @@ def test_stretches_of_a_window_are_the_window_and_none_is_larger_than_it_may(mos
 
 
 def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) -> None:
-    spec = spec_of(saved_own(tmp_path / "in"), "", "mesh={tp: 2}", "placement={tp: tp}")
+    spec = spec_of(save_decoder(tmp_path / "in"), "", "mesh={tp: 2}", "placement={tp: tp}")
     plan = build_and_inspect(spec, CPU, allow_import=True).plan
     order, module, random = FusedOrder(plan.tensor, 2), build(), Random(0)
     for path, child in module.named_modules():
@@ -212,11 +212,11 @@ def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) 
         ("passing", "pp-1f1b", "the stages compute different outputs than the model"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_as_without_a_folder(
+def test_an_unshardable_model_with_a_folder_is_rejected_as_without(
     kind: str, placement: str, finding: str, tmp_path: Path
 ) -> None:
     target = f"target: 'tests.models_from_folder:{kind}'"
-    folder = saved_own(tmp_path / "in")
+    folder = save_decoder(tmp_path / "in")
     messages = []
     for model in (f"{{pretrained: {folder}, {target}}}", f"{{{target}}}"):
         spec = load(placement, (f"model={model}", "batch.sequence=16")).spec

@@ -1,4 +1,4 @@
-"""Ranks of one host gather bytes over sockets; threads are the ranks here."""
+"""Ranks of one host gather bytes over sockets; threads stand for ranks in these tests."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_their_socket_lies_where_no_other_user_may_go_and_is_gone_when_they_have
     assert not list(tmp_path.iterdir())
 
 
-def test_where_one_rank_cannot_join_none_has_such_a_group(
+def test_if_one_rank_cannot_join_no_rank_has_a_host_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On another host nobody listens behind the path."""
+    """On another host no process listens on the path."""
     first = exchange._open_connection
     calls = iter(range(9))
     elsewhere = "/nowhere/ranks"
@@ -93,7 +93,7 @@ def test_where_one_rank_cannot_join_none_has_such_a_group(
 
 
 @pytest.mark.parametrize("lack", ["no such sockets", "a path that is too long"])
-def test_where_rank_0_has_no_socket_none_has_such_a_group(
+def test_if_rank_0_has_no_socket_no_rank_has_a_host_group(
     lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lack == "no such sockets":
@@ -121,7 +121,7 @@ def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() 
     joined[1].close()
 
 
-def test_of_a_silent_rank_0_nobody_says_who_is_silent() -> None:
+def test_a_silent_rank_0_cannot_be_named() -> None:
     joined = groups(2, seconds=0.2)
     words = "TimeoutError: Timed out waiting at rank 0 for all ranks: no message for 0.25 s"
     assert ended(joined[1]) == words
@@ -135,8 +135,8 @@ def test_a_group_that_failed_once_is_closed() -> None:
         assert ended(group).startswith("ConnectionError")
 
 
-def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
-    """A system keeps fewer waiting than were named, where its own bound is lower."""
+def test_a_rank_at_a_full_queue_does_not_wait(tmp_path: Path) -> None:
+    """The system may allow fewer waiting connections than requested."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "ranks"))
         listener.listen(0)

@@ -1,4 +1,4 @@
-"""Targets that count for nothing: who says which they are, and what losses are divided by."""
+"""Ignored targets: where they are declared, and the count that a loss is divided by."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_reference_is_torchs_mean_over_the_whole_batch() -> None:
         torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_mask_says_which_tokens_of_a_file_are_no_targets(tmp_path: Path) -> None:
+def test_a_mask_marks_the_tokens_of_a_file_that_are_no_targets(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, 259, 4000).astype(np.uint16)
     mask = generator.integers(0, 2, 4000).astype(bool)
@@ -139,7 +139,7 @@ def test_a_mask_that_does_not_fit_its_tokens_is_refused(
     assert fault.place == "data.loss_mask" and finding in fault.finding
 
 
-def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> None:
+def test_token_slices_have_their_targets_and_the_count_of_all() -> None:
     spec = load("cp-zigzag", ["batch.sequence=16", "data.ignored=[32]"]).spec
     (local,) = shares(spec)
     step = context_of(spec)
@@ -150,7 +150,7 @@ def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> N
     assert sum(numbers) == local.global_tokens and numbers[0] != numbers[1]
 
 
-def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
+def test_samples_of_a_users_loop_are_masked() -> None:
     spec = spec_of()
     tokens = torch.arange(16 * 17).reshape(16, 17) % 40
     part = shard_batch(tokens, spec, 0)

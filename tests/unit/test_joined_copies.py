@@ -1,4 +1,5 @@
-"""An update casts and copies the tensors of a unit by one operator, for few launches on a GPU."""
+"""An update casts and copies the tensors of a unit with one operator, to launch few kernels on a
+GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What blocks leave for backward, on one device: the same losses and gradients to the bit, fewer
-bytes on the device, and nothing left behind."""
+"""Activation modes on one device: identical losses and gradients to the bit, fewer bytes on the
+device, and no leaks."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_mixtures_by_block_compute_the_bits_of_their_plain_twin(mixture):
         require_equal(run(made(model, MIXTURES[mixture])), run(made(model)))
 
 
-def test_names_and_modules_stay_what_they_are():
+def test_module_and_parameter_names_do_not_change():
     plain, module = made(), made(kept=tuple(MIXTURES["M, O, R"]))
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [*map(type, module.modules())] == [*map(type, plain.modules())]
@@ -179,7 +179,7 @@ def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt"])
-def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
+def test_offloaded_bytes_equal_saved_bytes_with_each_storage_once(model):
     plain, away = recorded(made(model)), recorded(made(model, (AWAY,) * LAYERS))
     left = [event.size for event in saved_storages(away)]
     expected = [event.size for event in saved_storages(plain)]
@@ -309,8 +309,8 @@ def test_the_attention_alone_is_refused_where_it_is_no_module():
         applied(necks(), "layers", (VARIANTS["attention"],))
 
 
-class _Copies:
-    """Stands for an accelerator's streams: writes down what sets out when."""
+class _RecordedCopies:
+    """A stub for the streams of an accelerator that records the start of each copy."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -331,8 +331,8 @@ class _Copies:
         self.log.append(("use", event))
 
 
-def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypatch):
-    copies = _Copies()
+def test_each_storage_is_prefetched_one_block_ahead(monkeypatch):
+    copies = _RecordedCopies()
     before = apply.OffloadHooks.__init__
 
     def with_streams(self, model, tiers):

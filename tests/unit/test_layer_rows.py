@@ -1,4 +1,4 @@
-"""Layers that are alike: what the few that run tell of all of them is what all of them do."""
+"""Identical layers: facts of a few executed layers equal the facts of all."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         ),
     ],
 )
-def test_a_few_layers_tell_of_all_that_are_alike(
+def test_a_few_layers_determine_all_identical_ones(
     strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(strategy, *changes)

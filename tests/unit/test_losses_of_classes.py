@@ -1,4 +1,5 @@
-"""Classes of transformers that add a term to their loss are refused: ptrain has logits alone."""
+"""Transformers classes that add a term to their loss are rejected: ptrain computes the loss from
+logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A trace on fake tensors is the one on real tensors: whole models, stages, parts of operators."""
+"""A trace on fake tensors equals the trace on real tensors: full models, stages, sharded
+operators."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def without_views(layer: LayerWork) -> LayerWork:
     return LayerWork(**{name: computing(getattr(layer, name)) for name in passes})
 
 
-def test_what_code_reads_leaves_activations_and_peak_unknown_and_says_why(
+def test_value_reads_leave_activations_and_peak_unknown_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = spec_of(READING, "zero3")
@@ -172,7 +173,9 @@ def halted() -> nn.Module:
     return Halted(10, 2, 259)
 
 
-def test_what_only_fakes_cannot_run_backward_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_whose_backward_fake_tensors_cannot_run_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read = on_fake_tensors(
         spec_of("{target: 'tests.unit.test_on_fakes:halted'}", "zero3"), monkeypatch
     )
@@ -197,7 +200,9 @@ def test_with_a_torch_of_which_nothing_is_known_fakes_trace_nothing(
     assert read.timeline is None and "not 2.99.0" in read.untraced
 
 
-def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prediction_of_a_large_model_equals_its_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spec = spec_of(NECKS, "zero3")
     predicted = derive(spec, on_fake_tensors(spec, monkeypatch)).exact.of_rank(1)
     assert set(predicted.peak) == set(simulate(spec, 1, allow_import=True).estimate.peak)
@@ -220,7 +225,7 @@ def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
         (NECKS, "fsdp-mixed"),
     ],
 )
-def test_a_model_that_is_slow_on_real_tensors_is_predicted_on_fakes_alike(
+def test_a_model_slow_on_real_tensors_is_predicted_on_fake_ones(
     model: str, strategy: str, request: pytest.FixtureRequest
 ) -> None:
     if "hf:" in model:

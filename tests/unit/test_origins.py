@@ -1,4 +1,4 @@
-"""Token files say which tokenizer made them: numbers of one are not read as words of another."""
+"""Token files record their tokenizer: token ids of one are not read as ids of another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import save_tokenizer
-from tests.published_folders import saved
+from tests.published_folders import save_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and its tokenizer, as they are published."""
-    folder = saved("llama", tmp_path_factory.mktemp("base") / "base", vocab_size=320)
+    folder = save_folder("llama", tmp_path_factory.mktemp("base") / "base", vocab_size=320)
     return save_tokenizer(folder)
 
 
@@ -70,7 +70,7 @@ def spec_of(**sections: Any) -> Spec:
     ).spec
 
 
-def test_a_model_is_given_tokens_of_its_own_tokenizer_alone(base: Path, tmp_path: Path):
+def test_a_model_accepts_only_tokens_of_its_tokenizer(base: Path, tmp_path: Path):
     made = {"own": base, "other": other(base, tmp_path / "tokenizer"), "bytes": None}
     for name, tokenizer in made.items():
         file = tokens(tmp_path, name, tokenizer)
@@ -119,7 +119,7 @@ def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
             require_trainable_data(open_corpus(spec.data), spec)
 
 
-def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp_path: Path):
+def test_another_file_at_the_same_path_has_another_origin(base: Path, tmp_path: Path):
     record = origin_path(tokens(tmp_path, "t", base))
     assert json.loads(record.read_text())["tokenizer"] == str(base / "tokenizer.json")
     tokens(tmp_path, "t", None)

@@ -1,5 +1,4 @@
-"""Which models that are not built in run on slices of the tokens over cp, and what is said of the
-others."""
+"""User models that run on token slices over cp, and the messages for others."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def refusal(spec: Spec) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "ulysses"])
-def test_models_of_transformers_go_by_the_positions_that_they_are_given(attention: str) -> None:
+def test_transformers_models_use_the_given_positions(attention: str) -> None:
     attending = looked_at(context_spec(attention, own=hf("llama", TINY)))
     assert [module.name for module in attending.modules] == [
         "model.layers.0.self_attn",
@@ -77,7 +76,7 @@ def test_models_of_transformers_go_by_the_positions_that_they_are_given(attentio
         ("gemma3_text", TINY | {"head_dim": 8}),
     ],
 )  # fmt: skip
-def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
+def test_other_families_use_the_given_positions(name: str, config: dict[str, Any]) -> None:
     assert len(looked_at(context_spec("zigzag", own=hf(name, config))).modules) == 2
 
 
@@ -97,23 +96,23 @@ def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_model_of_transformers_that_does_not_is_refused_by_name(
+def test_a_transformers_model_that_ignores_positions_is_rejected_by_name(
     name: str, config: dict[str, Any], words: str
 ) -> None:
     _, finding, remedy = refusal(context_spec("ring", own=hf(name, config)))
     assert words in finding and remedy
 
 
-def test_a_window_that_holds_the_whole_sample_hides_nothing() -> None:
+def test_a_window_larger_than_the_sample_hides_nothing() -> None:
     assert looked_at(context_spec("ring", own=hf("mistral", TINY | {"sliding_window": 17})))
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
-def test_a_users_model_is_given_positions_by_an_argument(attention: str) -> None:
+def test_a_user_model_receives_positions_as_an_argument(attention: str) -> None:
     assert looked_at(context_spec(attention, own=own("placed"))).positions == "positions"
 
 
-def test_torchs_module_of_attention_is_one_too() -> None:
+def test_torchs_attention_module_is_supported() -> None:
     attending = looked_at(context_spec("zigzag", own=own("with_attention", kind="multihead")))
     assert [module.name for module in attending.modules] == [
         "layers.0.mixing.inner",
@@ -144,7 +143,7 @@ def test_a_model_without_positions_needs_none() -> None:
         (own("with_attention", kind="windowed"), "layers.0.mixing uses a mask"),
     ],
 )
-def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
+def test_a_user_model_that_differs_on_slices_is_rejected_by_name(
     model: dict[str, Any], words: str
 ) -> None:
     place, finding, remedy = refusal(context_spec("ring", degree=2, own=model))
@@ -159,7 +158,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     assert remedy == "Use {ulysses: 1, ring: 4}, or `context.attention=zigzag`."
 
 
-def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
+def test_a_given_transformers_module_is_inspected_like_a_named_one() -> None:
     transformers = pytest.importorskip("transformers")
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     spec = accept_module(module, context_spec("zigzag", own=hf("llama", TINY)))
@@ -172,7 +171,7 @@ def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_name
     "kind", ["module", "in-place", "samples", "flat", "tokens-first", "places"]
 )
 @pytest.mark.parametrize("attention", ["ring", "zigzag"])
-def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
+def test_dropout_per_token_is_sliced_and_dropout_per_sample_is_not(
     attention: str, kind: str
 ) -> None:
     names = looked_at(context_spec(attention, own=own("dropping", kind=kind))).dropping
@@ -190,7 +189,7 @@ def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
         ("place", "given only tokens 8-15 of 16, passes a different query to attention than"),
     ],
 )
-def test_what_draws_otherwise_is_refused_by_its_module(kind: str, words: str) -> None:
+def test_other_random_draws_are_rejected_with_their_module(kind: str, words: str) -> None:
     place, finding, remedy = refusal(context_spec("ring", own=own("dropping", kind=kind)))
     assert place == "model.target"
     assert words in finding

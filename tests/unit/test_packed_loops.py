@@ -1,5 +1,5 @@
-"""Several documents in a sample: labels that reach across their ends are told once it is said which
-token ends one. One process."""
+"""Several documents in a sample: labels that cross their ends are detected if the end token is
+named. One process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_labels_that_stay_within_their_document_hold() -> None:
     assert "ok   shared code: no label is of another document" in str(verdict)
 
 
-def test_without_the_token_it_is_said_that_this_was_not_tried() -> None:
+def test_without_the_end_token_a_note_says_that_this_was_not_checked() -> None:
     verdict = judged(across=True, end=None)
     assert verdict.holds, verdict
     assert any("Terms(document_end=...)" in note for note in verdict.notes)

@@ -1,5 +1,5 @@
-"""What code does along features that are cut: taken apart behind another operator, put together, or
-made heads of a written number. A rank would compute something else of its slice."""
+"""Code that splits sharded features: split by another operator, joined, or reshaped to a fixed head
+count. A rank would compute another result on its shard."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def finding_of(between: Between) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("between", TAKEN_APART)
-def test_a_slice_that_is_taken_apart_behind_its_column_is_refused(between):
+def test_a_split_of_a_shard_after_its_column_is_rejected(between):
     finding, remedy = finding_of(between)
     assert finding.startswith("in the forward pass of h.0, aten::")
     assert "splits a shard of the features of h.0.up" in finding

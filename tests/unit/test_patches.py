@@ -1,5 +1,4 @@
-"""What of torch is another thing on fake ranks: each patch is needed, hits what it aims at, and
-leaves torch as it was."""
+"""The patches of torch on fake ranks: each is needed, has its effect, and restores torch."""
 
 import re
 import weakref
@@ -87,7 +86,7 @@ def peak(found: SimulatedRank) -> int:
 
 
 @pytest.mark.nightly
-def test_fsdp2_asks_for_two_parts_of_a_parameter_and_no_more(monkeypatch) -> None:
+def test_fsdp2_requests_only_two_parts_of_a_parameter(monkeypatch) -> None:
     asked: list[set[int]] = []
 
     class Counting(Chunks):
@@ -173,7 +172,7 @@ def test_local_shapes_of_one_rank_are_forgotten_before_the_next(monkeypatch) -> 
     assert sizes[0] < sizes[1], "261 rows of the vocabulary are 131 and 130"
 
 
-def test_torch_is_left_as_it_was_also_by_what_fails() -> None:
+def test_torch_is_restored_after_a_failure() -> None:
     before = [getattr(patch.owner, patch.attribute) for patch in PATCHES]
     with pytest.raises(ZeroDivisionError), patch_torch(small("zero3").model):
         assert _fsdp_param._chunk_with_empty is not _chunk_with_empty
@@ -191,7 +190,7 @@ def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: s
     assert "remedy" in str(refusal.value)
 
 
-def test_without_its_patch_a_fake_module_cannot_be_moved_to_where_it_is(monkeypatch) -> None:
+def test_without_its_patch_a_fake_module_cannot_be_moved_to_its_device(monkeypatch) -> None:
     def moved() -> None:
         with patch_torch(small("ddp").model), fake_tensors():
             layer = torch.nn.Linear(2, 2)

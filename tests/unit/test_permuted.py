@@ -1,4 +1,4 @@
-"""Permuted references: the same terms in another order, and the tolerances from them."""
+"""Permuted references: the same terms in another order, and the tolerances derived from them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
     assert (exact.parameters, exact.explanation) == (1e-9, "")
 
 
-def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
+def test_accumulated_rounding_stays_allowed_with_the_step_reported():
     apart = (0.0, 1e-3, 0.0)
     runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
     own = derive_own_tolerances(tiny(), runs)
@@ -208,7 +208,7 @@ def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_to_fail():
+def test_a_failure_of_fixed_tolerances_is_checked_against_references_first():
     center = told((4.0,))
     grown = replace(fixed_fp32_tolerances(center), losses=(1.0,))
     within = LossCorridor(
@@ -223,7 +223,7 @@ def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_t
     assert by_name["loss of every step"].tolerance == 1.0
 
 
-def test_in_16_bits_references_alone_say_what_is_allowed():
+def test_in_16_bits_only_references_determine_the_tolerance():
     spec = tiny("zero3", "precision.layout=zero16")
     runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
     found = derive_own_tolerances(spec, runs)
@@ -253,7 +253,7 @@ def test_which_layouts_need_many_references():
 # -- references that several specs share
 
 
-def test_a_references_key_is_what_it_depends_on_and_the_mesh_is_not():
+def test_a_references_key_has_its_dependencies_without_the_mesh():
     key = ReferenceRequest(spec=tiny("zero3"), steps=3).key
     assert (
         key
@@ -286,7 +286,7 @@ def test_a_reference_is_the_same_for_all_specs_of_a_job():
         assert torch.equal(parameter, other.parameters[name])
 
 
-def test_ranks_share_references_by_what_these_take() -> None:
+def test_ranks_share_references_by_their_durations() -> None:
     planned = plan_references(tiny("ddp"), 3)
     asks = (planned.exact, *planned.own)  # one in fp64; one and three permuted ones in fp32
     owners = _assign_owners(list({ask.key: ask for ask in asks}.values()), 2)

@@ -1,4 +1,4 @@
-"""The same run twice: what is the same, and what is not."""
+"""Two identical runs: equal values, and differences."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ def test_a_preset_has_as_many_parameters_as_the_class_of_transformers(preset):
     assert facts(shape_of(preset), SEQUENCE).numel == expected
 
 
-def test_deepseek_v3_has_as_many_parameters_as_its_class_whose_config_is_its_own():
-    """Without the module that predicts further tokens, which transformers leaves out too."""
+def test_deepseek_v3_has_the_parameters_of_its_class_with_a_custom_config():
+    """Without the multi-token prediction module, which transformers omits too."""
     with torch.device("meta"):
         theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
     expected = sum(parameter.numel() for parameter in theirs.parameters())
@@ -136,7 +136,7 @@ def test_deepseek_v3_has_as_many_parameters_as_its_class_whose_config_is_its_own
     assert len(biases) == 58 and sum(biases) == 58 * 256 * 4
 
 
-def test_its_shape_without_latent_features_has_all_else_of_it():
+def test_its_shape_without_latent_attention_has_the_other_parameters():
     whole, shape = (
         facts(shape_of(name), SEQUENCE) for name in ("deepseek-v3", "deepseek-v3-shape")
     )

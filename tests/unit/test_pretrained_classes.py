@@ -1,5 +1,5 @@
-"""Folders of models that are not built in: a class of transformers, or a function of the user's,
-begins with what the files have, and is exported as it was."""
+"""Folders of user models: a transformers class or a user's function starts from the files and
+exports them unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptrain.models.initialize import stored_rows
 from ptrain.models.window import full_window, narrow_to_window
 from ptrain.runtime.world import World
 from ptrain.verification.reference import ReferenceTraining
-from tests.published_folders import CLASSES, saved, tensors
+from tests.published_folders import CLASSES, save_folder, tensors
 from tests.unit.test_pretrained import logits, run_of, spec_of, tokens
 from tests.unit.test_windows_of_weights import drawn
 
@@ -54,7 +54,7 @@ def given(module: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", BY_NIGHT)
 def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     expected = logits(folder)
     assert torch.equal(given(begun(case, folder)), expected)
     run = run_of(folder, tmp_path / "run", beside=f", hf: {case}")
@@ -68,8 +68,8 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
     assert config["architectures"] == [exported.architecture] and config["use_cache"]
 
 
-def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) -> None:
-    folder = saved("phimoe", tmp_path / "in")
+def test_only_the_needed_windows_of_stacked_experts_are_read(tmp_path: Path) -> None:
+    folder = save_folder("phimoe", tmp_path / "in")
     module, weights = build_module_on_meta(spec_of(folder, beside=", hf: phimoe"))
     assert all(parameter.is_meta for parameter in module.parameters())
     random = Random(0)
@@ -82,8 +82,8 @@ def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) ->
             assert weights.bytes_read - before == part.nbytes
 
 
-def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
-    folder = saved("phimoe", tmp_path / "in")
+def test_randomly_initialized_parameters_are_exported(tmp_path: Path) -> None:
+    folder = save_folder("phimoe", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
     fields = {name: config[name] for name in CLASSES["phimoe"][1]}
     words = ("model.pretrained=null", f"model.config={json.dumps(fields)}", "attention=eager")
@@ -94,8 +94,8 @@ def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
     assert torch.equal(given(drawn.eval()), logits(tmp_path / "out"))
 
 
-def test_fields_beside_a_folder_stand_for_its_own(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+def test_keys_written_with_a_folder_override_its_config(tmp_path: Path) -> None:
+    folder = save_folder("starcoder2", tmp_path / "in")
     words = ("model.config={rope_parameters: {rope_type: default, rope_theta: 500.0}}",)
     plain, turned = begun("starcoder2", folder), begun("starcoder2", folder, *words)
     assert not torch.equal(given(plain), given(turned))
@@ -106,8 +106,8 @@ def test_fields_beside_a_folder_stand_for_its_own(tmp_path: Path) -> None:
         begun("starcoder2", folder, "model.config={rope_theta: 500.0}")
 
 
-def test_bare_names_sixteen_bits_and_a_head_beside_its_twin_are_read(tmp_path: Path) -> None:
-    folder = saved("gemma3_text", tmp_path / "in")
+def test_bare_names_16_bit_weights_and_a_stored_tied_head_are_read(tmp_path: Path) -> None:
+    folder = save_folder("gemma3_text", tmp_path / "in")
     halves = {
         name.removeprefix("model."): tensor.bfloat16() for name, tensor in tensors(folder).items()
     }
@@ -120,7 +120,7 @@ def test_bare_names_sixteen_bits_and_a_head_beside_its_twin_are_read(tmp_path: P
 
 
 def test_the_reference_begins_as_ranks_do(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+    folder = save_folder("starcoder2", tmp_path / "in")
     spec = spec_of(folder, beside=", hf: starcoder2")
     reference = ReferenceTraining(spec).module
     for name, tensor in interpret(spec, world=World()).model.named_parameters():
@@ -128,7 +128,7 @@ def test_the_reference_begins_as_ranks_do(tmp_path: Path) -> None:
 
 
 def test_a_trained_class_writes_as_transformers_does(tmp_path: Path) -> None:
-    folder = saved("deepseek_v3", tmp_path / "in")
+    folder = save_folder("deepseek_v3", tmp_path / "in")
     run = run_of(folder, tmp_path / "run", "attention=eager", beside=", hf: deepseek_v3")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     begun_with = ByteVocabulary().tokens("Once")
@@ -144,8 +144,8 @@ def test_a_trained_class_writes_as_transformers_does(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+def test_a_run_whose_folder_is_gone_is_exported(tmp_path: Path) -> None:
+    folder = save_folder("starcoder2", tmp_path / "in")
     run = run_of(folder, tmp_path / "run", beside=", hf: starcoder2")
     before, expected = tensors(folder), logits(folder)
     shutil.rmtree(folder)
@@ -154,7 +154,7 @@ def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> 
     assert torch.equal(logits(tmp_path / "out"), expected)
 
 
-def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> None:
+def test_a_user_model_is_exported_and_starts_from_the_export(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     weights = {"embed.weight": torch.randn(259, 8)}
@@ -218,7 +218,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("starcoder2", tmp_path_factory.mktemp("published") / "in")
+    return save_folder("starcoder2", tmp_path_factory.mktemp("published") / "in")
 
 
 @pytest.mark.parametrize("case", BROKEN)

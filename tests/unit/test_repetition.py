@@ -1,4 +1,5 @@
-"""What a few blocks do stands for many where it repeats, and where it does not nothing is said."""
+"""The figures of a few blocks are extrapolated to many if they are periodic, and are unknown
+otherwise."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ def test_a_bucket_that_grows_is_no_repetition() -> None:
     assert repeated_storages([toy.stream(few) for few in FEW], 1) is None
 
 
-def test_what_differs_from_block_to_block_is_no_repetition() -> None:
+def test_figures_that_differ_from_block_to_block_are_not_extrapolated() -> None:
     def stream(blocks: int) -> MemoryStream:
         sizes = (512 * (1 + number**2) for number in range(blocks))
         events = [Change(ACTIVATION, size, key) for key, size in enumerate(sizes)]
@@ -166,7 +167,7 @@ def sent_of_eight(call: Traffic) -> int:
     return -(-call.payload_bytes * 7 // 8)
 
 
-def test_calls_are_repeated_and_what_is_sent_of_one_that_grows_is_rounded_anew() -> None:
+def test_calls_are_repeated_and_the_traffic_of_a_growing_call_is_rounded_again() -> None:
     runs = [[call(100), *[call(64)] * few, call(12 * few)] for few in FEW]
     assert repeated_calls(runs, 6, sent_of_eight) == (
         call(100), *[call(64)] * 9, call(108),

@@ -1,5 +1,5 @@
-"""Replay against execution: one rank of a fake world runs the real wrappers on real tensors, and
-every state and every phase's peak is what was predicted, to the byte."""
+"""Replay compared with execution: one rank of a fake world runs the wrappers on real tensors, and
+every state and every peak equals the prediction to the byte."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A room of ghosts conforms to a room of tensors: after every statement of a program the same bytes
-live on the same tiers, as many lived at most, the same was sent and copied, and tensors are alike
-in size, kind, place, state and in what they are views of."""
+"""The fake runtime conforms to the torch runtime: after every statement of a program the live bytes
+by tier, their maximum, the traffic, and the size, dtype, device, state and storage of every tensor
+are equal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ptrain.runtime.world import fake_world
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from tests.unit.both_rooms import (
-    Called,
-    GhostsWatched,
+    CallRecorder,
     Program,
-    Watched,
+    WatchedFakeRuntime,
+    WatchedRuntime,
     notes,
-    notes_of_ghosts,
+    notes_of_fake_tensors,
     notes_of_tensors,
 )
-from tests.unit.drawn_programs import drawn
+from tests.unit.drawn_programs import random_program
 from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G
 
 DRAWN = 150
@@ -42,7 +42,7 @@ def mesh() -> Iterator[Mesh]:
     try:
         mesh = Mesh(CreateMesh(axes=BOTH, degrees=(2, 2)), world)
         # what torch imports at its first operator leaves a cycle that holds that tensor
-        notes_of_tensors(PROGRAMS["making"], mesh, None)
+        notes_of_tensors(PROGRAMS["make_tensors"], mesh, None)
         gc.freeze()  # every program begins with a collection, which then has little to look at
         yield mesh
     finally:
@@ -51,32 +51,32 @@ def mesh() -> Iterator[Mesh]:
 
 def require_alike(program: Program, mesh: Mesh, path: Path) -> None:
     tensors = notes_of_tensors(program, mesh, str(path))
-    ghosts = notes_of_ghosts(program, mesh)
+    ghosts = notes_of_fake_tensors(program, mesh)
     for number, (there, here) in enumerate(zip(tensors, ghosts, strict=True)):
         assert there == here, f"{program.__name__}: after statement {number}"
     assert not any(ghosts[-1].live.values()), "everything is given back"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_primitive_does_on_ghosts_what_it_does_on_tensors(name, mesh, tmp_path):
+def test_a_primitive_has_the_same_effect_on_fake_and_real_tensors(name, mesh, tmp_path):
     require_alike(PROGRAMS[name], mesh, tmp_path)
 
 
 @pytest.mark.parametrize("first", range(0, DRAWN, 50))
-def test_drawn_programs_do_on_ghosts_what_they_do_on_tensors(first, mesh, tmp_path):
+def test_random_programs_have_the_same_effect_on_fake_and_real_tensors(first, mesh, tmp_path):
     for seed in range(first, first + 50):
-        require_alike(drawn(seed), mesh, tmp_path)
+        require_alike(random_program(seed), mesh, tmp_path)
 
 
 def played(program: Program, mesh: Mesh) -> set[str]:
     """The names of the methods that a program calls."""
-    watched = GhostsWatched(mesh.degrees, {})
-    watched.room = called = Called(watched, mesh.degrees, {})
+    watched = WatchedFakeRuntime(mesh.degrees, {})
+    watched.room = called = CallRecorder(watched, mesh.degrees, {})
     notes(program, watched, lambda: None)
     return called.names
 
 
-def test_every_primitive_of_a_room_has_a_program(mesh):
+def test_every_primitive_of_the_runtime_has_a_program(mesh):
     public = {
         name
         for name, member in vars(TensorRuntime).items()
@@ -86,9 +86,9 @@ def test_every_primitive_of_a_room_has_a_program(mesh):
     assert public == public & set().union(*(played(program, mesh) for program in PROGRAMS.values()))
 
 
-def test_a_room_that_gives_a_buffer_back_late_is_noticed(mesh, tmp_path, monkeypatch):
+def test_a_runtime_that_frees_a_buffer_late_is_detected(mesh, tmp_path, monkeypatch):
     held: list[object] = []
-    cast = Called.cast
+    cast = CallRecorder.cast
 
     def late(self: Any, tensor: Ghost, *arguments: Any, **options: Any) -> Ghost:
         held.append(tensor)
@@ -96,12 +96,12 @@ def test_a_room_that_gives_a_buffer_back_late_is_noticed(mesh, tmp_path, monkeyp
 
     monkeypatch.setattr("ptrain.runtime.ghost.GhostRuntime.cast", late)
     with pytest.raises(AssertionError, match="after statement"):
-        require_alike(PROGRAMS["casting"], mesh, tmp_path)
+        require_alike(PROGRAMS["cast_tensors"], mesh, tmp_path)
 
 
 def test_a_byte_more_is_noticed(mesh):
-    def program(on: Watched[Any]) -> Iterator[Sequence[Any]]:
-        yield (on.room.new_empty(3 + isinstance(on, GhostsWatched), DType.FP32, DEVICE, G),)
+    def program(on: WatchedRuntime[Any]) -> Iterator[Sequence[Any]]:
+        yield (on.room.new_empty(3 + isinstance(on, WatchedFakeRuntime), DType.FP32, DEVICE, G),)
 
     with pytest.raises(AssertionError, match="after statement 0"):
         require_alike(program, mesh, Path())

@@ -1,4 +1,4 @@
-"""Choices of slices of the tokens get the places, and losses the shares, that one device gives."""
+"""Routing of token slices has the places, and router losses the shares, of one device."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_shares_of_a_loss_add_up_to_that_of_whole_samples(answered, way, rou
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-16)
 
 
-def test_tokens_of_a_slice_alone_would_balance_something_else(answered):
+def test_balancing_a_slice_alone_gives_another_loss(answered):
     step = step_of("ring")
     chosen_BTK = chosen(torch.Generator().manual_seed(7))
     shape = replace(SHAPE, capacity_factor=1.0)

@@ -173,14 +173,14 @@ def test_the_tensor_that_is_no_global_batch_is_named(samples, finding):
     assert "batch.global = 16" in fault.remedy
 
 
-def test_a_step_is_the_same_whenever_it_is_asked_for():
+def test_a_step_does_not_depend_on_the_time_of_its_request():
     source, spec = counted(1000), make_spec()
     first = read_batch(source, spec=spec, step=7)
     read_batch(source, spec=spec, step=8)
     assert torch.equal(read_batch(source, spec=spec, step=7).tokens, first.tokens)
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_seeds_and_epochs_have_different_orders():
     orders = {
         (seed, epoch): tuple(
             stream_sample(epoch * 100 + place, windows=100, seed=seed) % 100 for place in range(100)
@@ -216,7 +216,7 @@ def test_the_order_is_spread_evenly_over_the_corpus():
     assert 81 - 5 * 12.7 < ((cells - 100) ** 2 / 100).sum() < 81 + 5 * 12.7
 
 
-def test_the_held_out_split_has_windows_of_its_own():
+def test_the_held_out_split_has_separate_windows():
     source, spec = counted(1000, held_out=5 * SEQUENCE + 1), make_spec(global_samples=4)
     local = read_batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert int(local.tokens.max()) <= 5 * SEQUENCE

@@ -1,4 +1,4 @@
-"""The ledger of samples: a batch is right by its tokens, whatever its samples are called."""
+"""The ledger of samples compares batches by their tokens, not by sample names."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_batch_with_two_equal_rows_is_the_batch_that_it_should_be() -> None:
     assert told(ROWS) == []
 
 
-def test_a_row_that_comes_once_too_often_is_named_and_so_is_what_it_stands_in_for() -> None:
+def test_a_repeated_row_is_named_with_the_row_it_replaces() -> None:
     assert told(ROWS[[0, 1, 2, 1]]) == ["sample 3 missing; sample 1 seen twice"]
     assert told(ROWS[[0, 1, 3, 3]]) == ["sample 0 missing; sample 3 seen twice"]
 
 
-def test_other_tokens_and_another_order_are_told_from_each_other() -> None:
+def test_different_tokens_and_another_order_are_distinguished() -> None:
     assert told(ROWS[[1, 0, 2, 3]]) == ["samples 0, 1, 0, 3 in another order or place"]
     assert told(ROWS[[0, 1, 2, 3]] + 10 * torch.tensor([[0], [0], [0], [1]])) == [
         "sample 3 missing; tokens of no sample of this step"

@@ -157,7 +157,7 @@ def test_eager_attention_alone_saves_scores_unless_they_are_recomputed(shape):
 
 
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE, ATTENTION_ONLY], ids=str)
-def test_recomputed_blocks_save_less_than_plain_ones(policy):
+def test_recomputed_blocks_save_less_than_others(policy):
     whole = setting(GPT)
 
     def size(kept: ActivationMode) -> int:

@@ -142,8 +142,8 @@ def test_a_naive_pipeline_is_gpipes_of_one_microbatch_one_after_the_other():
 
 
 @every_schedule
-def test_torch_sends_and_receives_what_crosses_between_ranks(name):
-    """A stage asks its neighbours on other ranks only: once a micro-batch and direction."""
+def test_torch_sends_and_receives_the_boundary_tensors(name):
+    """A stage asks only its neighbours on other ranks, once per micro-batch and direction."""
     for size in LEGAL[name]:
         made = make_schedule(name, size)
         for rank in range(size.ranks):
@@ -200,7 +200,7 @@ def test_torchs_table_of_1f1b_is_still_wrong_on_the_last_rank():
 
 
 @every_schedule
-def test_what_torch_refuses_is_refused_and_nothing_else(name):
+def test_the_schedules_that_torch_rejects_are_rejected(name):
     for other, size in GRID:
         if other is not name:
             continue

@@ -1,4 +1,4 @@
-"""Masks of a rank's tokens: the parts of the mask that one device draws."""
+"""The dropout masks of a rank's tokens are slices of the single-device mask."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_one_device(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("index", range(RANKS))
 @pytest.mark.parametrize("name", STEPS)
-def test_a_rank_drops_of_its_tokens_what_one_device_drops(
+def test_a_rank_drops_the_elements_of_its_tokens_that_one_device_drops(
     name: str, index: int, inplace: bool
 ) -> None:
     masks, x_BSC = masks_of(name, index), hidden()
@@ -58,13 +58,13 @@ def test_a_rank_drops_of_its_tokens_what_one_device_drops(
 
 
 @pytest.mark.parametrize("index", range(RANKS))
-def test_so_it_does_where_tokens_of_all_samples_are_one_dimension(index: int) -> None:
+def test_samples_and_tokens_in_one_dimension_are_dropped_like_on_one_device(index: int) -> None:
     masks, x_BSC = masks_of("zigzag", index), hidden()
     expected = own(masks, by_one_device(x_BSC.flatten(0, 1)).view_as(x_BSC)).flatten(0, 1)
     assert torch.equal(dropped(masks, own(masks, x_BSC).flatten(0, 1)), expected)
 
 
-def test_what_is_of_no_token_is_dropped_alike() -> None:
+def test_tensors_without_tokens_are_dropped_equally() -> None:
     per_sample = torch.ones(SAMPLES, 1, 1)
     first, *others = (dropped(masks_of("ring", index), per_sample) for index in range(RANKS))
     assert all(torch.equal(first, other) for other in others)
@@ -96,7 +96,7 @@ def test_the_one_kernel_of_gpus_keeps_of_its_mask_the_part(dtype: torch.dtype) -
     torch.testing.assert_close(x_BTC.grad, kept)
 
 
-def test_where_dropout_is_switched_off_nobody_draws() -> None:
+def test_disabled_dropout_draws_nothing() -> None:
     x_BTC = own(masks_of("ring", 0), hidden())
     with switched_off() as off:
         assert torch.equal(dropped(masks_of("ring", 0), x_BTC), x_BTC)

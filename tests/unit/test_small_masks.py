@@ -1,5 +1,5 @@
-"""Masks of few elements, of which several places draw the same, are replayed where they belong; and
-what is drawn first in a later step is seen. One process."""
+"""Small masks that several modules draw equally are replayed in their place; a draw in a later step
+only is detected. One process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OtherMask:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_stands_in_the_place_of_a_mask_stands_there_in_the_recomputation(seed: int) -> None:
+def test_a_tensor_in_place_of_a_mask_is_recomputed(seed: int) -> None:
     torch.manual_seed(0)
     model = Branches().double()
     gradients = []
@@ -125,7 +125,7 @@ def always(step: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_small_update_learned_is_not_hidden_by_other_masks(seed: int) -> None:
+def test_the_effect_of_a_small_update_is_not_hidden_by_other_masks(seed: int) -> None:
     make = with_rates(always, 1e-4, seed)
     verdict = ptrain.verify(make, make, ROWS)
     assert verdict.holds, str(verdict)

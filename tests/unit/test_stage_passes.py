@@ -1,4 +1,4 @@
-"""torch's backward passes of a stage, which are private, do what is said of them."""
+"""torch's private backward passes of a stage behave as documented."""
 
 from __future__ import annotations
 

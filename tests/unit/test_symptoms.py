@@ -1,4 +1,5 @@
-"""Which sums of all ranks' samples a gradient is, and what a fix may not excuse."""
+"""Explanations of a gradient as a sum over ranks and samples, and mismatches that no fix
+excuses."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_ranks_sum_over_each_axis_and_over_several_together() -> None:
     assert ranks.separating_axis(range(4)) == ""
 
 
-def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
+def test_partial_sums_over_two_axes_are_named_by_both() -> None:
     axes = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3))}
     ranks = Alone(rank=0, size=4, device=torch.device("cpu"), axes=axes)
     truth = DRAWN_4.sum(0)
@@ -90,7 +91,7 @@ def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
     assert fix is not None and torch.allclose(fix.apply("w", sample, 3), truth)
 
 
-def test_the_gradient_of_the_step_before_is_told_alone_and_on_top() -> None:
+def test_the_previous_gradient_is_recognized_alone_and_added() -> None:
     earlier = DRAWN_4[0]
     for factor, gradient in (("stale", earlier), ("previous step added", DRAWN.sum(0) + earlier)):
         sample = Sample(

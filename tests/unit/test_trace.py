@@ -1,4 +1,4 @@
-"""The committed tables are what tracing gives, at any shape, to the byte; and a trace is exact."""
+"""The committed tables equal traces of any shape to the byte, and a trace is exact."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_gradients_complete_in_the_order_that_the_facts_state(shape):
     assert tuple(order) == facts(shape, 16).gradient_order
 
 
-def test_the_tracers_own_hooks_allocate_nothing():
-    """The meter, without any hook on the model, sees the same bytes."""
+def test_the_tracers_hooks_allocate_nothing():
+    """The meter counts the same bytes without hooks on the model."""
     model = build_model(ODD_SHAPE, sequence=16)
     cast_module(model, torch.float32)
     tokens = torch.zeros(2, 17, dtype=torch.int64)

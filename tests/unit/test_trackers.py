@@ -1,5 +1,5 @@
-"""W&B, MLflow and TensorBoard behind one interface, without a network: what they are given, what
-becomes of a training when they fail, and what of the environment they write down."""
+"""W&B, MLflow and TensorBoard behind one interface, without a network: logged values, failures, and
+the logged environment."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_training_that_fails_is_closed_as_failed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["begin", "log", "conclude", "close"])
 @pytest.mark.parametrize("fault", [refuse_all, sys.exit], ids=["raises", "exits"])
-def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
+def test_a_failing_tracker_is_one_warning_and_the_others_continue(
     tmp_path, monkeypatch, warnings, method, fault
 ):
     broken, sound = Recorded(method, fault), Recorded()
@@ -160,7 +160,7 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(tmp_path, monkeypatc
     release.set()
 
 
-def test_rows_that_nobody_takes_do_not_fill_the_memory(tmp_path, monkeypatch, warnings):
+def test_unread_rows_do_not_fill_the_memory(tmp_path, monkeypatch, warnings):
     release = threading.Event()
     use(monkeypatch, wandb=Recorded("begin", release.wait))
     monkeypatch.setattr(journal, "MOST_CALLS", 4)
@@ -317,7 +317,7 @@ def require_no_secret(folder: Path) -> None:
         assert not [name for name, secret in CANARIES.items() if secret.encode() in content], path
 
 
-def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, warnings):
+def test_wandb_writes_an_offline_run_that_resumes_without_secrets(offline, warnings):
     pytest.importorskip("wandb")
     follow({"wandb": tracked(offline)})
     identity = continued_run_id(RunFolder(offline), "wandb", None, "small")
@@ -329,7 +329,7 @@ def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, w
     require_no_secret(offline)
 
 
-def test_mlflow_itself_writes_a_run_to_a_file_and_goes_on_with_it(offline, warnings):
+def test_mlflow_writes_a_run_to_a_file_and_resumes_it(offline, warnings):
     mlflow = pytest.importorskip("mlflow")
     follow({"mlflow": tracked(offline)})
     identity = continued_run_id(RunFolder(offline), "mlflow", None, "small")
@@ -345,7 +345,7 @@ def test_mlflow_itself_writes_a_run_to_a_file_and_goes_on_with_it(offline, warni
     require_no_secret(offline.parent)
 
 
-def test_mlflow_whose_server_is_gone_is_a_warning(offline, warnings, monkeypatch):
+def test_mlflow_without_its_server_is_a_warning(offline, warnings, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:canary@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

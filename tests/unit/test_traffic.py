@@ -1,4 +1,4 @@
-"""The traffic meter counts copies between memory tiers, by state and phase, and no others."""
+"""The traffic meter counts copies between memory tiers by state and phase, and only those."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on(tier: Tier, size: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return tensor
 
 
-def test_each_way_between_two_tiers_is_a_row_of_its_own():
+def test_each_direction_between_two_tiers_is_a_row():
     registry = TagRegistry()
     device, host, file = (on(tier, 10) for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE))
     registry.tag(host, State.OPTIMIZER)

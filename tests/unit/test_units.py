@@ -1,4 +1,5 @@
-"""Units of every size on modules: the formulas name the same, and tables the same boundaries."""
+"""Wrap units of every size on modules: formulas and modules have the same names, and tables the
+same boundaries."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class Mixed(nn.Module):
         self.empty = nn.Sequential(nn.ReLU())
 
 
-def test_a_sub_block_is_a_child_with_children_parameters_and_a_forward_of_its_own():
+def test_a_sub_block_is_a_child_with_children_parameters_and_a_forward():
     model = nn.Module()
     model.layers = nn.ModuleList([Mixed(), Mixed()])
     assert unit_modules(model, SUB_BLOCK) == (

@@ -1,4 +1,4 @@
-"""Watching forward calls, and what is known of storages that live."""
+"""Watched forward calls, and the registry of live storages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_paths_that_run_are_outermost_first_and_a_module_that_raises_is_none
     assert seen == [[""], ["", "0"], ["", "0", "0.0"], ["", "1"]]
 
 
-def test_what_is_returned_of_a_call_stands_in_its_place_while_it_is_watched():
+def test_a_returned_value_replaces_the_output_while_watched():
     layer = nn.Identity()
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def test_what_is_returned_of_a_call_stands_in_its_place_while_it_is_watched():
     assert layer(torch.tensor(1)) == 1
 
 
-def test_what_is_known_of_a_storage_is_found_by_its_views_and_leaves_with_it():
+def test_the_facts_of_a_storage_are_found_by_its_views_and_freed_with_it():
     known: OfStorages[str] = WeakKeyDictionary()
     tensor = torch.zeros(4)
     known[storage_of(tensor)] = "mine"
@@ -58,7 +58,7 @@ def test_what_is_known_of_a_storage_is_found_by_its_views_and_leaves_with_it():
     assert not known and storage_of(torch.zeros(4)) not in known
 
 
-def test_attributes_and_listeners_are_as_before_when_what_replaces_them_raises():
+def test_attributes_and_listeners_are_restored_after_an_exception():
     layer, listeners = nn.Identity(), ["first"]
     with (
         pytest.raises(ValueError, match="within"),

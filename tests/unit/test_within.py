@@ -1,4 +1,4 @@
-"""What kernels take within themselves is among the events of a simulated step."""
+"""Kernel workspaces are among the events of a simulated step."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def within_kernels(*words: str) -> set[int]:
 @pytest.mark.parametrize(
     ("layout", "kernel", "itemsize"), [("bf16", "cudnn", 2), ("fp32", "efficient", 4)]
 )
-def test_what_attention_and_sums_take_within_themselves_is_among_the_events(
+def test_workspaces_of_attention_and_sums_are_events(
     layout: str, kernel: str, itemsize: int
 ) -> None:
     sizes = within_kernels(f"precision.layout={layout}")

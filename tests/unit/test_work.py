@@ -1,5 +1,5 @@
-"""What operators compute, by a recorder: against bytes counted by hand, torch's own counter and
-fresh recordings of what the tables tell."""
+"""The work of operators in a recording, compared with hand-counted bytes, torch's counter and new
+recordings."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_convolution_in_groups_is_a_product_for_each():
     ]
 
 
-def test_a_custom_operator_does_not_say_what_it_computes():
+def test_a_custom_operator_has_unknown_work():
     @torch.library.custom_op("theirs::double", mutates_args=())
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -192,8 +192,8 @@ def views(work: PassWork) -> int:
 
 
 @pytest.mark.parametrize(("model", "attention", "kept"), list(cases()))
-def test_the_tables_tell_what_a_fresh_recording_does(model: str, attention: str, kept: str):
-    """At dimensions of which none is a table's, and in another dtype than it was traced in."""
+def test_the_tables_equal_a_new_recording(model: str, attention: str, kept: str):
+    """At dimensions of no table, and in another dtype."""
     spec = spec_of(model, kept, "whole", attention=attention)
     derivation = derive(spec)
     told = model_work(spec, derivation.plan, derivation.facts)
@@ -204,8 +204,8 @@ def test_the_tables_tell_what_a_fresh_recording_does(model: str, attention: str,
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt"])
-def test_the_tables_know_how_often_a_layer_looks_at_a_tensor_in_another_way(model: str):
-    """Give or take what stands around it: two or three."""
+def test_the_tables_count_the_views_of_a_layer(model: str):
+    """Except for two or three at its boundary."""
     spec = spec_of(model, "R", "whole")
     derivation = derive(spec)
     told = model_work(spec, derivation.plan, derivation.facts)
@@ -228,8 +228,8 @@ def of_facts(facts: ModelFacts) -> ModelWork:
     return work.to_model
 
 
-def test_the_stages_of_a_model_compute_what_the_whole_does():
-    """Layer by layer; and what is computed is what torch counts, forward and backward together."""
+def test_the_stages_of_a_model_compute_the_work_of_the_full_model():
+    """Layer by layer; torch counts the same for forward and backward together."""
     spec = test_chain.spec_of({"target": "tests.models_external:pairs"})
     facts = read_facts(spec, allow_import=True)
     assert facts.work is not None
@@ -246,7 +246,7 @@ def test_the_stages_of_a_model_compute_what_the_whole_does():
     assert own == counter.get_total_flops()
 
 
-def test_of_a_model_whose_layers_are_no_units_the_first_one_bears_it_all():
+def test_a_model_without_unit_layers_attributes_all_work_to_the_first_unit():
     spec = load(
         {
             "model": {"target": "tests.models_external:pairs"},
@@ -283,7 +283,7 @@ def passes_over_context(
     return forward, backward
 
 
-def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
+def test_a_hop_of_a_ring_is_awaited_after_the_overlapped_product():
     passes = passes_over_context(partial(RingCore, scale=None, is_balanced=False))
     for work, kind, hops in zip(passes, (K.ATTENTION, K.ATTENTION_BACKWARD), (1, 3), strict=True):
         sent = [place for place, item in enumerate(work) if isinstance(item, InnerCollective)]
