@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models_foreign import Block, Nested
+from tests.models_from_outside import Block, Nested
 
 GROUPED_PLAN = {
     "h.*.attn": "whole input",

@@ -7,7 +7,7 @@ because each other process must import torch. This process traces none if it bel
 real ranks, or if operators are sharded over tp. Ranks with shards of the same shapes are traced
 once. One process plays ranks at the same place along tp one after the other, because torch caches
 the sharding of one rank per mesh. A trace reads sizes, allocations and frees, which are identical
-on fake tensors (tests/unit/test_on_fakes.py).
+on fake tensors (tests/unit/test_traces_on_fake_tensors.py).
 """
 
 from __future__ import annotations

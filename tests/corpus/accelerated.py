@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ptrain
 from tests.corpus.fault import TOO_SMALL, planted, sound
 from tests.corpus.parts import adamw, my_rows, regression_loss, regressor, row_batches
-from tests.gloo.stories import AccelerateEnvironment
+from tests.gloo.field_stories import AccelerateEnvironment
 
 MICRO_BATCHES, MOST = 2, 0.5
 

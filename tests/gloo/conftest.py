@@ -14,7 +14,6 @@ from tests.gloo import (
     expert_rank_runs,
     expert_runs,
     fidelity,
-    keep_runs,
     matrix,
     pipeline_runs,
     tensor_runs,
@@ -48,7 +47,7 @@ def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
             expert_rank_runs,
             tensor_runs,
             pipeline_runs,
-            keep_runs,
+            activation_mode_runs,
             fidelity,
         ):
             for page in runs.MATRIX.write():

@@ -23,7 +23,7 @@ from tests.gloo.matrix import MEASURED, STEPS
 from tests.gloo.matrix import run_spec as run_exactly
 from tests.gloo.recording import checks_of_kind, relative_difference
 from tests.gloo.runs import train_on_rank
-from tests.models_foreign import NANO_PLAN
+from tests.models_from_outside import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances
@@ -47,8 +47,8 @@ EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def user_model(function: str, **arguments: Any) -> dict[str, Any]:
-    """Return the model section of a model of tests.models_foreign."""
-    return {"model": {"target": f"tests.models_foreign:{function}", "arguments": arguments}}
+    """Return the model section of a model of tests.models_from_outside."""
+    return {"model": {"target": f"tests.models_from_outside:{function}", "arguments": arguments}}
 
 
 def transformers_model(kind: str, config: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout 0.1": user_model("dropping"),
     "conv and recurrent": user_model("conv"),
     "(logits, loss)": user_model("nano", loss=True)
-    | {"step": {"target": "tests.models_foreign:loss_of"}},
+    | {"step": {"target": "tests.models_from_outside:loss_of"}},
     "ViT, its own loss": {
         "model": {"target": "tests.models_vision:vit", "arguments": {"layers": 4}},
         "data": {"target": "tests.models_vision:images"},

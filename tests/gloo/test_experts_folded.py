@@ -14,7 +14,7 @@ import torch
 from ptrain.spec.spec import Spec
 from tests.gloo.expert_cases import expert_spec
 from tests.gloo.expert_rank_runs import MATRIX
-from tests.gloo.test_experts_apart import (
+from tests.gloo.test_expert_parallel import (
     KEPT,
     REST,
     load_and_continue,

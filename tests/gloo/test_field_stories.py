@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.gloo import stories
+from tests.gloo import field_stories
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -44,12 +44,12 @@ MARKS = {
 }
 # Told down to which module backward is right, and no more is claimed.
 UNEXPLAINED = {"gathered_context", "balance_per_rank", "counts_overwritten"}
-EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIES]
+EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in field_stories.STORIES]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.run_story, name, True)
+    told = ranks.run(2, field_stories.run_story, name, True)
     assert all(verdict == told[0] for verdict in told)
     root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[name]
@@ -63,9 +63,9 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_fixed_script_holds(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.run_story, name, False)
+    told = ranks.run(2, field_stories.run_story, name, False)
     assert all(verdict["holds"] for verdict in told), told[0]["text"]
 
 
 def test_every_story_has_a_root_cause_to_find() -> None:
-    assert set(NAMED) == set(stories.STORIES)
+    assert set(NAMED) == set(field_stories.STORIES)

@@ -15,7 +15,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import tensor_spec
 from tests.gloo.tensor_runs import MATRIX
-from tests.models_foreign import NANO_PLAN
+from tests.models_from_outside import NANO_PLAN
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -25,7 +25,7 @@ GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 2
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {"target": "tests.models_fused:grouped"},
-    "nano": {"target": "tests.models_foreign:nano", "arguments": {"layers": 2}},
+    "nano": {"target": "tests.models_from_outside:nano", "arguments": {"layers": 2}},
     "gpt2": {"hf": "gpt2", "config": GPT2 | STILL},
 }
 

@@ -25,7 +25,12 @@ from ptrain.train.finite import FiniteGuard
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
-from tests.gloo.stand_in import SimulatedEvent, SimulatedQueue, record_reads, simulated_device
+from tests.gloo.simulated_device import (
+    SimulatedEvent,
+    SimulatedQueue,
+    record_reads,
+    simulated_device,
+)
 from tests.models_poisoned import TENSOR
 from tests.ranks import Ranks
 

@@ -65,10 +65,10 @@ def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(
 
 @pytest.mark.nightly
 def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(user_spec, tmp_path):
-    own = "model={target: tests.models_unfit:changed, arguments: {how: tuple}}"
+    own = "model={target: tests.models_invalid:changed, arguments: {how: tuple}}"
     code, job = jobs.run_job(["train", str(user_spec), own, "--allow-import"], cwd=tmp_path)
     assert code == 2
-    assert "tests.models_unfit:changed, given tokens int64 [2, 16], gave tuple" in job.error
+    assert "tests.models_invalid:changed, given tokens int64 [2, 16], gave tuple" in job.error
     assert "Traceback" not in job.error and job.error.count("gave tuple") == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ptrain
 from ptrain.codec import encode
-from tests.gloo import sequence_parallel, stories
+from tests.gloo import field_stories, sequence_parallel
 from tests.gloo.own_loops import square_loss_job
 from tests.ranks import Ranks
 
@@ -79,7 +79,7 @@ def verify_without_sum(name: str) -> dict[str, Any]:
         "gather_for_columns": sequence_parallel.gather_sequence,
     }
     with patch.object(sequence_parallel, name, unsummed[name]):
-        root_cause = stories.sequence_parallelism(fault=False).root_cause
+        root_cause = field_stories.sequence_parallelism(fault=False).root_cause
     assert root_cause is not None
     return encode(root_cause)
 

@@ -33,7 +33,7 @@ SEQUENCE = 16
 Masks = list[torch.Tensor]
 # not built in: dropout in attention and behind the MLP; of transformers behind the embedding too
 FOREIGN: dict[str, dict[str, Any]] = {
-    "own": {"target": "tests.models_foreign:dropping", "arguments": {"layers": LAYERS}},
+    "own": {"target": "tests.models_from_outside:dropping", "arguments": {"layers": LAYERS}},
     "gpt2": {"hf": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}},
 }
 nightly = partial(pytest.param, marks=pytest.mark.nightly)

@@ -14,7 +14,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import run_spec
 from tests.gloo.test_exact import failed_checks
-from tests.models_foreign import NANO_PLAN
+from tests.models_from_outside import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
@@ -134,7 +134,7 @@ def test_a_loss_inside_the_model_receives_full_logits(ranks: Ranks):
     written = {
         "name": "own-loss",
         "model": {
-            "target": "tests.models_foreign:nano",
+            "target": "tests.models_from_outside:nano",
             "arguments": {"loss": True, "layers": 2},
         },
         "mesh": {"tp": 2},
@@ -143,7 +143,7 @@ def test_a_loss_inside_the_model_receives_full_logits(ranks: Ranks):
         "precision": {"layout": "fp32", "compute": "fp64"},
         "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
         "tensor": {"plan": NANO_PLAN},
-        "step": {"target": "tests.models_foreign:loss_of"},
+        "step": {"target": "tests.models_from_outside:loss_of"},
     }
     result = run_spec(ranks, require_runnable(load(written)))
     assert not failed_checks((*result.checks, *result.against))

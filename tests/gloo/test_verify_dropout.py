@@ -47,7 +47,7 @@ def data_parallel_spec(model: dict[str, Any], **sections: Any) -> Spec:
         nightly(context_spec("zigzag", own=user_spec("module"))),
         nightly(context_spec("ring", own=user_spec("flat"), other={"dp_shard": "zero3"})),
         nightly(data_parallel_spec(user_spec("channels"))),
-        nightly(data_parallel_spec({"target": "tests.models_foreign:dropping"},
+        nightly(data_parallel_spec({"target": "tests.models_from_outside:dropping"},
                                    mesh={"dp_shard": 2}, placement={"dp_shard": "zero3"})),
     ],
     ids=["ddp", "zigzag", "ring and zero3", "channels", "within attention"],

@@ -26,7 +26,7 @@ from tests.oracles.data.chain import ChainUnit, UnitChain
 from tests.oracles.data.wrap import closed_form
 from tests.oracles.data.wrap import sent as sent_in_closed_form
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
-from tests.pure.played import flight, resident, sent, transient
+from tests.pure.replayed_steps import flight, resident, sent, transient
 
 SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP
 EXPERTS = Axis.EP

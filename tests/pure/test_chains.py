@@ -15,7 +15,7 @@ from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Run
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 
 HIDDEN, VOCAB, LAYERS, FP32 = 12, 50, 4, 4
 TABLE, HEAD = "base.table.weight", "head.weight"
@@ -173,7 +173,7 @@ def reductions_over_pp(
     return rows[max(rows)]
 
 
-TIED = 259 * 96 * FP32  # of `piped.SHAPE`
+TIED = 259 * 96 * FP32  # of `pipeline_specs.SHAPE`
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -29,8 +29,8 @@ from tests.pure.build import (
     make_spec,
     tuple_of,
 )
-from tests.pure.paces import HandPace, chain, model
-from tests.pure.played import flight
+from tests.pure.hand_made_paces import HandPace, chain, model
+from tests.pure.replayed_steps import flight
 
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
 BLOCKS, NUMEL = 4, 100

@@ -28,7 +28,7 @@ from tests.oracles.pipeline import (
     spans,
 )
 from tests.oracles.tensor import scalars, traffic, words
-from tests.pure.piped import legal
+from tests.pure.pipeline_specs import legal
 from tests.pure.pipelines import GRID, most_held, pipeline, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
 

@@ -33,7 +33,7 @@ from tests.oracles.tensor import (
     whole_input_bytes,
 )
 from tests.pure.build import ODD_SHAPE
-from tests.pure.piped import legal
+from tests.pure.pipeline_specs import legal
 
 FAMILIES = ("llama", "gpt")
 PLANS = ("R", "S", "S*", "naive")  # how activations are between the sub-blocks

@@ -12,7 +12,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.spec.load import load
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 
 EVERY = 12  # of 300
 PACE = HandPace(operation=1e-12, byte=1e-9, sent=1e-7, copied=1e-9, element=1e-9, clipped=1e-9)

@@ -14,7 +14,7 @@ from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec
 from tests.pure.build import ZERO_2
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.test_clock import (
     BEHIND,
     BLOCKS,

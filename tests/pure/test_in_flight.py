@@ -20,7 +20,7 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
-from tests.pure.piped import FULLY, SHAPE, every_model, legal
+from tests.pure.pipeline_specs import FULLY, SHAPE, every_model, legal
 from tests.pure.work import calls_of
 
 every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])

@@ -27,7 +27,7 @@ from tests.oracles.pipeline import (
     least_held_bytes,
     peak_beyond_naive,
 )
-from tests.pure.piped import legal
+from tests.pure.pipeline_specs import legal
 from tests.pure.pipelines import VEES, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_pipeline import (
     HIDDEN,

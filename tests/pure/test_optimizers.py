@@ -13,8 +13,8 @@ from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
 from ptrain.spec.rates import OperatorKind
 from tests.pure.changes import loaded
-from tests.pure.test_ghosts import FACTS, planned
 from tests.pure.test_rates import pace
+from tests.pure.test_wrapper_replay import FACTS, planned
 
 NAMES = [name for name, row in OPTIMIZERS.items() if row.temporaries]
 BETAS = {"nadam": (0.9, 0.999), "lion": (0.9, 0.99)}  # of torch, and of Lion's authors

@@ -17,9 +17,9 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, index_in_group
-from tests.pure.piped import FULLY, SHAPE, every_model, legal
+from tests.pure.pipeline_specs import FULLY, SHAPE, every_model, legal
 
-MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
+MICRO, SEQUENCE, K = 1, 32, 8  # of `pipeline_specs.spec`
 HIDDEN, VOCAB = SHAPE["hidden"], SHAPE["vocab"]
 FP32, ADAM_STATES, STEP = 4, 2, 4  # bytes, moments, bytes of a tensor's step
 EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal

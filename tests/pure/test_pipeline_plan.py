@@ -17,7 +17,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh, Parallelize, Pipeline, Plan
 from ptrain.steps.wraps import FullyShard
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 from tests.pure.pipelines import BY_NAME, pipeline
 
 POLICIES = [

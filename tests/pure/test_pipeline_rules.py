@@ -18,7 +18,7 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
 from ptrain.steps.wraps import FlatUnits, Form
-from tests.pure.piped import FULLY, SHAPE, spec
+from tests.pure.pipeline_specs import FULLY, SHAPE, spec
 from tests.pure.pipelines import VEES
 
 ADAMW = OptimizerSpec()

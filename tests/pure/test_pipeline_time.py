@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from tests.pure.build import GATHERED, WHOLE, make_spec
-from tests.pure.paces import HandPace, layer, model
+from tests.pure.hand_made_paces import HandPace, layer, model
 
 SAMPLES = 8
 FORWARD, BACKWARD = 10, 20

@@ -16,7 +16,7 @@ from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.cli.main import main
 from ptrain.spec.pipeline import ScheduleName
-from tests.pure.piped import SHAPE
+from tests.pure.pipeline_specs import SHAPE
 from tests.pure.pipelines import pipeline
 
 PICTURE = b"a picture"

@@ -55,7 +55,7 @@ from ptrain.selection.space import (
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.units import format_seconds
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_known
 
 

@@ -19,7 +19,7 @@ from ptrain.spec.activations import FULL, PLAIN, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 
 TINY = ("batch={global: 8, micro: 1, sequence: 64}", "model.capacity_factor=1.5")
 

@@ -23,7 +23,7 @@ from ptrain.selection.search import Search
 from ptrain.selection.where import QUANTITIES, Where, parse
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import chooser, machine
 
 # -- constraints

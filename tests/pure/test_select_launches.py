@@ -14,7 +14,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import machine
 from tests.pure.test_select import correlation, scored
 

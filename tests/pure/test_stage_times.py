@@ -10,7 +10,7 @@ from ptrain.axes.pipeline.catalogue import count_operations, stages_of
 from ptrain.axes.pipeline.stage_facts import stage_layers
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.spec import Spec
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 
 HIDDEN, FFN, VOCAB, SEQUENCE = 96, 240, 259, 32
 KV_HIDDEN = HIDDEN // 2

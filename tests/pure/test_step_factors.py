@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook, Rates
 from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace, seconds
+from tests.pure.hand_made_paces import HandPace, seconds
 
 GATHER = Collective.ALL_GATHER
 TWO_SECONDS = TimeRow(key=TimeKey(Spent.COMPUTE, Phase.FORWARD), seconds=2.0)

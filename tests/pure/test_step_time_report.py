@@ -30,7 +30,7 @@ from ptrain.report.recorded import decode_record
 from ptrain.report.step_time import critical_path, time_lines, time_table
 from ptrain.spec.load import load
 from ptrain.units import format_seconds
-from tests.pure.paces import HandPace, model
+from tests.pure.hand_made_paces import HandPace, model
 
 AXES = ("dp_shard",)
 GATHERS = TimeKey(Spent.COLLECTIVES, Phase.FORWARD, AXES, Collective.ALL_GATHER)

@@ -19,7 +19,7 @@ from ptrain.spec.precision import ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_2, make_facts, make_spec
-from tests.pure.played import flight, resident, transient
+from tests.pure.replayed_steps import flight, resident, transient
 
 SAVED, INSIDE = 1000, 5000  # bytes that each unit's forward leaves, and needs while it runs
 ROOT = 2  # the unit after the two blocks

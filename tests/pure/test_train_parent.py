@@ -23,7 +23,7 @@ from ptrain.train.failure import Failure, Rank
 from ptrain.train.heading import rank_stage_texts
 from ptrain.train.launch import LauncherSignals
 from ptrain.train.schedule import learning_rate
-from tests.pure.piped import spec
+from tests.pure.pipeline_specs import spec
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from tests.adversary import disagreements, search
 from tests.adversary.disagreements import compare_columns
 from tests.adversary.random_specs import random_spec
 from tests.torch_release import is_since
-from tests.unit.seen_failures import SEEN
+from tests.unit.fixed_failures import SEEN
 
 # Small draws, a second each.
 SEEDS = (42, 55, 75, 136)

@@ -15,7 +15,9 @@ from tests.unit.test_chain import OTHERS, made, refused, spec_of
 
 
 def drawing(kind: str) -> Spec:
-    return spec_of({"target": "tests.models_drawing:drawing", "arguments": {"kind": kind}})
+    return spec_of(
+        {"target": "tests.models_with_random_draws:drawing", "arguments": {"kind": kind}}
+    )
 
 
 REFUSED = {
@@ -30,10 +32,10 @@ REFUSED = {
 }
 SOUND: dict[str, dict[str, Any]] = {
     "modules at the ends and between": {
-        "target": "tests.models_drawing:drawing", "arguments": {"kind": "dropsatends"},
+        "target": "tests.models_with_random_draws:drawing", "arguments": {"kind": "dropsatends"},
     },
-    "nanoGPT": {"target": "tests.models_foreign:nano", "arguments": {"dropout": 0.1}},
-    "dropping": {"target": "tests.models_foreign:dropping"},
+    "nanoGPT": {"target": "tests.models_from_outside:nano", "arguments": {"dropout": 0.1}},
+    "dropping": {"target": "tests.models_from_outside:dropping"},
     "by a function": {"target": "tests.models_staged:staged", "arguments": {"kind": "dropping"}},
     "gpt2": OTHERS["gpt2"],
 }  # fmt: skip
@@ -63,7 +65,7 @@ def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
 
 def test_a_step_that_draws_before_and_after_the_model_is_rejected():
     model = {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}}
-    spec = spec_of(model, step={"target": "tests.models_drawing:noisy"})
+    spec = spec_of(model, step={"target": "tests.models_with_random_draws:noisy"})
     assert (
         "the output of the model depends on earlier random numbers" in refused(spec, made(spec))[1]
     )

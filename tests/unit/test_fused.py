@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
-from tests.models_foreign import NANO_PLAN, conv, dropping, nano
+from tests.models_from_outside import NANO_PLAN, conv, dropping, nano
 from tests.models_fused import GROUPED_PLAN, early, grouped, shifting
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}

@@ -34,7 +34,7 @@ _AT_NIGHT = ("phi", "olmo2", "granite", "mixtral", "gpt_oss", "granitemoe", "qwe
 BY_NIGHT = [
     pytest.param(case, marks=pytest.mark.nightly) if case in _AT_NIGHT else case for case in CLASSES
 ]
-OWN = ", target: tests.models_begun:build, arguments: {width: 8}"
+OWN = ", target: tests.models_with_odd_state:build, arguments: {width: 8}"
 
 
 def begun(case: str, folder: Path, *more: str) -> nn.Module:
@@ -166,7 +166,7 @@ def test_a_user_model_is_exported_and_starts_from_the_export(tmp_path: Path) -> 
     save_file(weights, folder / "model.safetensors")
     run = run_of(folder, tmp_path / "run", beside=OWN)
     exported = export_checkpoint(run, tmp_path / "out")
-    assert exported.architecture == "tests.models_begun:build"
+    assert exported.architecture == "tests.models_with_odd_state:build"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors"}
     after = tensors(tmp_path / "out")
     assert after.keys() == weights.keys()
@@ -244,7 +244,7 @@ def test_a_broken_or_hostile_folder_is_refused(case: str, sound: Path, tmp_path:
 def test_tensors_that_files_have_in_no_known_form_are_refused(
     other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.models_begun import build
+    from tests.models_with_odd_state import build
 
     monkeypatch.setattr(initialize, "is_of_transformers", lambda module: True)
     monkeypatch.setattr(initialize, "as_saved", lambda module, state: other(state))

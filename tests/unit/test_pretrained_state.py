@@ -21,12 +21,12 @@ from ptrain.errors import SpecError
 from ptrain.interpreter.look import ModuleFiller, build_module
 from ptrain.models.initialize import InitialValues, ModuleWeights, build_model
 from ptrain.models.meta import without_values
-from tests.models_begun import build_marked
+from tests.models_with_odd_state import build_marked
 from tests.published_folders import save_folder, tensors
 from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of
 
 transformers = pytest.importorskip("transformers")
-MARKED = ", target: tests.models_begun:build_marked, arguments: {width: 8}"
+MARKED = ", target: tests.models_with_odd_state:build_marked, arguments: {width: 8}"
 CPU = torch.device("cpu")
 PLAIN = FusedOrder()
 TIED = {"head.weight", "layers.1.scale"}  # second names

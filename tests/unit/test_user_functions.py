@@ -244,7 +244,7 @@ def test_over_pp_a_forward_pass_shows_the_vectors_between_blocks():
 
 
 def test_the_last_stage_gives_the_loss_whatever_the_model_does():
-    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    pair = {"model": {"target": "tests.models_invalid:changed", "arguments": {"how": "tuple"}}}
     pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}, "loss": function("of_pair")}
     facts = facts_of(spec_of(**pair, **pp), allow_import=True)
     assert facts.stage_passes[-1][0].output == 4
@@ -266,7 +266,7 @@ def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypat
 
 
 def test_a_model_with_more_outputs_than_logits_is_answered_with_the_key():
-    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    pair = {"model": {"target": "tests.models_invalid:changed", "arguments": {"how": "tuple"}}}
     fault = fault_of(spec_of(**pair))
     assert "returned tuple (float32" in fault.finding and "loss.target=" in fault.remedy
     assert facts_of(spec_of(**pair, loss=function("of_pair")), allow_import=True).timeline

@@ -39,7 +39,7 @@ from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of
 from tests.covering import covering
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
-from tests.pure.played import flight
+from tests.pure.replayed_steps import flight
 from tests.resident import resident
 
 CHANGED = f"torch {torch.__version__} is not what its ghost imitates: "

@@ -33,7 +33,7 @@ GPT2 = "{hf: GPT2LMHeadModel, config: {n_embd: 32, n_layer: 2, n_head: 4, vocab_
 NECKS = "{target: 'tests.models_external:necks'}"
 READING = "{target: 'tests.unit.test_simulation_models:reading'}"
 UNTABLED = ("activations=M", "recompute={keep: [norm]}")
-DROPPING = "{target: 'tests.unit.test_on_fakes:dropping'}"
+DROPPING = "{target: 'tests.unit.test_traces_on_fake_tensors:dropping'}"
 OURS = "{family: gpt, layers: 2, hidden: 32, heads: 4, vocab: 261}"  # of ours, without a table
 NORMED = (
     "{layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 261, head_dim: 16, "
@@ -177,7 +177,7 @@ def test_operators_whose_backward_fake_tensors_cannot_run_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = on_fake_tensors(
-        spec_of("{target: 'tests.unit.test_on_fakes:halted'}", "zero3"), monkeypatch
+        spec_of("{target: 'tests.unit.test_traces_on_fake_tensors:halted'}", "zero3"), monkeypatch
     )
     assert "no fake of this" in read.untraced
 

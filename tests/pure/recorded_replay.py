@@ -21,7 +21,7 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import make_facts
-from tests.pure.test_flat_life import BLOCK
+from tests.pure.test_flat_replay import BLOCK
 
 FACTS = make_facts(BLOCK, ((7, 2), (1, 4)))
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE

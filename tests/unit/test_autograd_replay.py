@@ -28,7 +28,7 @@ from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from ptrain.timeline import Complete
 from tests.pure.build import make_facts
-from tests.unit.both_rooms import (
+from tests.unit.both_runtimes import (
     Note,
     WatchedFakeRuntime,
     WatchedRuntime,

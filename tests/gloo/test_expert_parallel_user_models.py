@@ -16,7 +16,7 @@ from ptrain.traces.facts import facts_of
 from tests.gloo.expert_rank_runs import MATRIX
 from tests.gloo.matrix import run_spec
 from tests.gloo.tensor_cases import training_keys
-from tests.gloo.test_experts_apart import REST
+from tests.gloo.test_expert_parallel import REST
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
-from tests.gloo.keep_runs import MATRIX
+from tests.gloo.activation_mode_runs import MATRIX
 from tests.gloo.runs import train_on_rank
 from tests.ranks import Ranks
 

@@ -15,7 +15,7 @@ from ptrain.facts.model import InnerCollective, ModelWork
 from ptrain.rates.measured import Line
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
-from tests.pure.paces import HandPace, layer, model
+from tests.pure.hand_made_paces import HandPace, layer, model
 
 LATE = 0.5  # seconds of a collective for one that was computed
 FORWARD, BACKWARD, LAYERS = 10, 20, 8

@@ -19,7 +19,7 @@ from ptrain.runtime.interface import TensorRuntime
 from ptrain.runtime.world import fake_world
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
-from tests.unit.both_rooms import (
+from tests.unit.both_runtimes import (
     CallRecorder,
     Program,
     WatchedFakeRuntime,
@@ -28,8 +28,8 @@ from tests.unit.both_rooms import (
     notes_of_fake_tensors,
     notes_of_tensors,
 )
-from tests.unit.drawn_programs import random_program
-from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G
+from tests.unit.random_programs import random_program
+from tests.unit.runtime_programs import ALONE, BOTH, DEVICE, TOGETHER, G
 
 DRAWN = 150
 PROGRAMS = ALONE | TOGETHER

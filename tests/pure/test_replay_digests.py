@@ -1,5 +1,5 @@
 """Replays of a unit's gradients, and of a step of units, have unchanged levels, peaks, traffic and
-residents in every setting. `python -m tests.pure.digests_of_lives` locates a digest that
+residents in every setting. `python -m tests.pure.replay_digests` locates a digest that
 differs."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from tests.pure.digests_of_lives import Group, digest, groups, kept, settings
-from tests.pure.lives_of_units import Life
+from tests.pure.replay_digests import Group, digest, groups, kept, settings
+from tests.pure.unit_replays import Life
 
 GROUPS = groups()
 GRADIENTS = [group for group in GROUPS if group.gather is None]

@@ -23,7 +23,7 @@ from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import BY_HAND, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
-from tests.pure.played import resident, sent
+from tests.pure.replayed_steps import resident, sent
 
 # Two blocks and a root; 17 -> 18 elements for 2 ranks.
 BLOCK = ((5, 3), (2,))

@@ -14,7 +14,7 @@ from ptrain.train import session
 from ptrain.train.options import Options
 from ptrain.verification.trajectory import ReferenceGuard
 from tests import jobs
-from tests.gloo import guarded_faults as faults
+from tests.gloo import faults_of_all_ranks as faults
 from tests.gloo.consistency_runs import Fault, train_with_fault
 from tests.gloo.test_consistency import SMALL
 from tests.ranks import Ranks

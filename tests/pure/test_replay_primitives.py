@@ -25,8 +25,7 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind, Timeline
 from tests.pure.build import ZERO_2, make_facts, make_spec, tuple_of
-from tests.pure.test_flat_life import on_two, plans
-from tests.pure.written_life import (
+from tests.pure.recorded_replay import (
     FACTS,
     asked,
     of_kind,
@@ -35,6 +34,7 @@ from tests.pure.written_life import (
     step,
     write_down,
 )
+from tests.pure.test_flat_replay import on_two, plans
 
 CALLS = ("gather", "reduce-scatter", "all-reduce")
 followed = pytest.mark.usefixtures("written")

@@ -1,5 +1,5 @@
 """Adapter: how a flat unit's gradients and a whole step of flat units are opened for the players of
-`tests.pure.digests_of_lives`. All that they know of the derivation's classes stands here."""
+`tests.pure.replay_digests`. All that they know of the derivation's classes stands here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The fake runtime, computed by hand: allocation, role and recorded call of each operation.
-tests/unit/test_rooms.py compares it with tensors."""
+tests/unit/test_runtime_conformance.py compares it with tensors."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ptrain.facts.model import InnerCollective, PassWork
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from tests.pure.build import make_spec, tuple_of
-from tests.pure.paces import HandPace, seconds
+from tests.pure.hand_made_paces import HandPace, seconds
 
 PACE = HandPace(sent=1.0)
 

@@ -13,8 +13,18 @@ from ptrain.runtime.interface import PendingResult, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from tests.unit.both_rooms import WatchedRuntime
-from tests.unit.room_programs import BOTH, DEVICE, INNER, OMEGA, OUTER, SHAPE, THETA, G, Statements
+from tests.unit.both_runtimes import WatchedRuntime
+from tests.unit.runtime_programs import (
+    BOTH,
+    DEVICE,
+    INNER,
+    OMEGA,
+    OUTER,
+    SHAPE,
+    THETA,
+    G,
+    Statements,
+)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, make_facts, make_spec, tuple_of
-from tests.pure.played import sent
+from tests.pure.replayed_steps import sent
 
 # Two blocks and a root, of which 4 ranks have unequal rows.
 BLOCK = ((5, 3), (2,))

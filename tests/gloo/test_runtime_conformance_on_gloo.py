@@ -15,9 +15,9 @@ from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.steps.step import CreateMesh
 from tests.ranks import Ranks
-from tests.unit.both_rooms import notes_of_fake_tensors, notes_of_tensors
-from tests.unit.drawn_programs import random_program
-from tests.unit.room_programs import ALONE, BOTH, TOGETHER
+from tests.unit.both_runtimes import notes_of_fake_tensors, notes_of_tensors
+from tests.unit.random_programs import random_program
+from tests.unit.runtime_programs import ALONE, BOTH, TOGETHER
 
 pytestmark = pytest.mark.gloo
 

@@ -1,6 +1,6 @@
 """Digests of the lives of flat units, in many settings: level and peak after every call, all that
-is sent or copied, and what resides. `python -m tests.pure.digests_of_lives` compares them with
-tests/pure/digests_of_lives.json; `--write` keeps them; `--group NAME` prints what a group's digest
+is sent or copied, and what resides. `python -m tests.pure.replay_digests` compares them with
+tests/pure/replay_digests.json; `--write` keeps them; `--group NAME` prints what a group's digest
 is of, so that two commits can be compared setting by setting.
 
 A setting is the tuples of one or two axes, a layout, how a reduce-scatter is done, whether it
@@ -32,9 +32,9 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Boundary, Complete, Mark, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
-from tests.pure.lives_of_units import GradientsOfUnit, Life, StepOfUnits, residents
+from tests.pure.unit_replays import GradientsOfUnit, Life, StepOfUnits, residents
 
-PAGE = Path(__file__).with_name("digests_of_lives.json")
+PAGE = Path(__file__).with_name("replay_digests.json")
 BLOCK = ((5, 3), (2,))  # 17 elements: padded on every mesh
 UNIT = make_facts(BLOCK)
 UNITS = make_facts(BLOCK, BLOCK, ((1, 4), (7, 2)))  # two blocks, embedding and head

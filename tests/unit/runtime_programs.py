@@ -11,7 +11,7 @@ from ptrain.runtime.interface import PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from tests.unit.both_rooms import WatchedRuntime
+from tests.unit.both_runtimes import WatchedRuntime
 
 DEVICE = Tier.DEVICE
 THETA, OMEGA, G = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
