@@ -10,6 +10,7 @@ import pytest
 
 from tests.forked import forked_traces
 from tests.gloo import (
+    activation_mode_runs,
     context_runs,
     expert_rank_runs,
     expert_runs,
