@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from ptrain.cost import Collective, Estimate, Phase, State, Traffic
 
-# Bytes that gloo sends over those of the ring model. The default is 1.
+# Ratio of the bytes that gloo sends to the ring model's. The default is 1.
 # ProcessGroupGloo.cpp runs a reduce-scatter as an all-reduce, of which each rank keeps its part.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
 # The headers, 48 bytes for each message, are less than 0.1 % of messages of 1 MiB.

@@ -168,7 +168,7 @@ def _replicate_text(step: Replicate) -> str:
 
 
 def _bucket_text(step: Replicate) -> str:
-    """Return the text of a bucket size. The sizes 1 and WHOLE_BUCKET stand for single gradients and
+    """Return the text of a bucket size. The sizes 1 and WHOLE_BUCKET mean single gradients and
     for all gradients."""
     match step.bucket_bytes:
         case 1:

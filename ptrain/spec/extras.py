@@ -34,7 +34,11 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
 
 
 def require_eager(spec: Spec, command: str) -> None:
-    """Raises SpecError where blocks are compiled, which `command` knows nothing of."""
+    """Reject compiled blocks, which `command` does not support.
+
+    Raises:
+        SpecError: The spec compiles blocks.
+    """
     if spec.compile is not Compiled.NONE:
         raise refused(
             "compile",

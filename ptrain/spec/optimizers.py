@@ -15,7 +15,7 @@ class OptimizerRow:
 
     Attributes:
         about: The meaning, for the schema and the help.
-        keys: The keys that it reads besides `lr` and `weight_decay`, with their defaults.
+        keys: The keys that it reads in addition to `lr` and `weight_decay`, with their defaults.
         moments: The state tensors per parameter, in its shape, by torch's names.
         needs_momentum: True if there are no moments with momentum 0.
         numbers: The fp32 scalars per parameter, with their initial values.

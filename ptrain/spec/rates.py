@@ -63,8 +63,8 @@ class OperatorKind(Word):
 class Hook(Word):
     """A host-side overhead per event.
 
-    The first members are the code of wrappers besides communication. The others are the cost of
-    modules, autograd and dispatch per traced operator, besides its computation.
+    The first members are the code of wrappers without communication. The others are the cost of
+    modules, autograd and dispatch per traced operator, without its computation.
     """
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views

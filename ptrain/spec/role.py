@@ -2,7 +2,7 @@
 
 Roles follow Shoeybi et al. 2019 (Megatron-LM): a column operator is sharded by output features, and
 the row operator after it by input features, so that a pair needs one sum in forward and one in
-backward. Module names are dotted; `*` stands for a block's index.
+backward. Module names are dotted; `*` matches a block's index.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _as_text(spec: Spec) -> str:
     """Return the part of the spec that a trace depends on, as JSON."""
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
-    except TypeError as error:  # YAML knows dates and sets, JSON does not
+    except TypeError as error:  # YAML has dates and sets, JSON does not
         raise refused(
             "model.arguments",
             f"the model is built in another process, which needs JSON arguments: {error}",
