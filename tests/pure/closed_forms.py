@@ -24,7 +24,7 @@ from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.oracles.data.chain import ChainUnit, UnitChain
 from tests.oracles.data.wrap import closed_form
-from tests.oracles.data.wrap import sent as sent_in_closed_form
+from tests.oracles.data.wrap import step_traffic as sent_in_closed_form
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 from tests.pure.replayed_steps import flight, resident, sent, transient
 

@@ -30,10 +30,10 @@ from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.oracles.context import (
-    edges,
-    exchanged,
+    document_traffic,
     gathered_bytes,
     keys_and_values,
+    layer_exchange,
     queries,
     slowest,
     tokens,
@@ -84,7 +84,7 @@ FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
 def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, FACTS)
-        layer = exchanged(spec, plan.context)
+        layer = layer_exchange(spec, plan.context)
         expected: Counter[tuple[Collective, Phase]] = Counter()
         calls: Counter[tuple[Collective, Phase]] = Counter()
         for (collective, phase), (number, size) in layer.items():
@@ -110,7 +110,9 @@ def test_document_starts_are_gathered_once_per_micro_batch():
         ((row, number),) = (more - plain).items()
         assert number == 1 and not plain - more
         assert (row.key.collective, row.key.phase) == (Collective.ALL_GATHER, Phase.FORWARD)
-        assert (row.calls, row.sent_bytes) == edges(packed, context_of(packed)), spec.context
+        assert (row.calls, row.sent_bytes) == document_traffic(packed, context_of(packed)), (
+            spec.context
+        )
 
 
 def _again(phase: Phase, kept: tuple[ActivationMode, ...]) -> int:
@@ -133,7 +135,7 @@ def traffic_in_kappa(attention, ranks: int, **options) -> tuple[Fraction, Fracti
     spec = spec_of(attention, ranks, 64, **options)
     step = context_of(spec)
     kappa = keys_and_values(spec, spec.model, step)
-    layer = exchanged(spec, step)
+    layer = layer_exchange(spec, step)
     forward, backward = (
         sum(size for (_, when), (_, size) in layer.items() if when is phase)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -153,7 +155,7 @@ def test_a_hybrid_sends_like_ulysses_plus_a_shorter_ring():
     spec = spec_of(Hybrid(ulysses=2, ring=2), 4, 64, layout="fp32")
     step = context_of(spec)
     theta, kappa = (f(spec, spec.model, step) for f in (queries, keys_and_values))
-    layer = exchanged(spec, step)
+    layer = layer_exchange(spec, step)
     exchange = (2 * theta + kappa) // 2
     assert layer[Collective.ALL_TO_ALL, Phase.FORWARD] == (4 + 1, exchange + kappa)
     assert layer[Collective.ALL_TO_ALL, Phase.BACKWARD] == (4 + 3, exchange + 3 * kappa)
@@ -169,7 +171,7 @@ def test_gathered_keys_and_values_are_kept_and_those_of_a_ring_are_not():
 
 def test_ulysses_sends_keys_as_often_as_ranks_need_them():
     few, many = (spec_of(ContextAttention.ULYSSES, 4, 64, kv_heads=heads) for heads in (2, 4))
-    assert exchanged(few, context_of(few)) == exchanged(many, context_of(many))
+    assert layer_exchange(few, context_of(few)) == layer_exchange(many, context_of(many))
     ring = (spec_of(ContextAttention.RING, 4, 64, kv_heads=heads) for heads in (2, 4))
     once, twice = (keys_and_values(each, each.model, context_of(each)) for each in ring)
     assert twice == 2 * once
@@ -177,7 +179,7 @@ def test_ulysses_sends_keys_as_often_as_ranks_need_them():
 
 def test_of_another_model_nothing_is_known():
     spec = replace(spec_of(ContextAttention.RING, 2, 64), model=ExternalModel(target="a:b"))
-    assert exchanged(spec, context_of(spec)) is None
+    assert layer_exchange(spec, context_of(spec)) is None
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=str)

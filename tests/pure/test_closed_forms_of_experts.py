@@ -31,9 +31,9 @@ from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from tests.oracles.expert import (
+    local_expert_elements,
     of_a_layer,
     of_a_router,
-    own_experts,
     ranks_of_experts,
     rows_bytes,
     trip_bytes,
@@ -175,7 +175,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
         counted[row.key.axes, row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
     assert counted == expected
     own = with_own_experts(whole, plan.experts, ranks_of_experts(spec))
-    less = own_experts(shape, 1) - own_experts(shape, 2 * tp)
+    less = local_expert_elements(shape, 1) - local_expert_elements(shape, 2 * tp)
     assert whole.numel - own.numel == layers // 3 * less
 
 
@@ -216,8 +216,8 @@ def test_each_rank_has_equally_many_experts_and_all_other_parameters(name, ranks
     assert plan.experts is not None
     own = with_own_experts(whole, plan.experts, ranks)
     layers = sum(map(shape.has_experts, range(shape.layers)))
-    others = whole.numel - layers * own_experts(shape, 1)
-    assert own.numel == others + layers * own_experts(shape, ranks)
+    others = whole.numel - layers * local_expert_elements(shape, 1)
+    assert own.numel == others + layers * local_expert_elements(shape, ranks)
     cut = {unit.modules for unit in own.units if any(t.is_cut for t in unit.tensors)}
     assert cut == {unit.modules for unit in own.units if plan.is_apart(unit.modules)}
 

@@ -21,13 +21,13 @@ from ptrain.timeline import Kind
 from tests.oracles.pipeline import (
     boundary_bytes,
     chunks_in_flight,
-    crossings,
     forwards_first,
+    messages_of_rank,
     rank_parameters,
     shared_elements,
     spans,
 )
-from tests.oracles.tensor import scalars, traffic, words
+from tests.oracles.tensor import scalars, traffic, vocab_shard_size
 from tests.pure.pipeline_specs import legal
 from tests.pure.pipelines import GRID, most_held, pipeline, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
@@ -147,7 +147,7 @@ def test_a_rank_sends_and_receives_over_the_boundaries_of_its_stages(name, ranks
             assert all(row.sent_bytes == row.payload_bytes for row in rows)
             assert traffic_over(derivation.exact, Axis.PP, rank) == {
                 (collective, State.ACTIVATIONS, phase): (calls, calls * TOKENS * HIDDEN * 4)
-                for (collective, phase), calls in crossings(size, rank).items()
+                for (collective, phase), calls in messages_of_rank(size, rank).items()
             }
 
 
@@ -188,12 +188,12 @@ def test_each_rank_has_the_traffic_of_its_layers_and_boundaries(model, plan, los
                     of_tp[key, "calls"] += number
                     of_tp[key, "bytes"] += total
             of_tp[norm, "calls"], of_tp[norm, "bytes"] = calls, payload
-            shared = shared_elements(shape, size, rank, words(vocab, 2, index))
+            shared = shared_elements(shape, size, rank, vocab_shard_size(vocab, 2, index))
             of_pp[norm, "calls"] = calls + (shared > 0)
             of_pp[norm, "bytes"] = (
                 payload + shared * spec.precision.effective_layout.gradients.itemsize
             )
-            for (collective, phase), number in crossings(size, rank).items():
+            for (collective, phase), number in messages_of_rank(size, rank).items():
                 key = (collective, State.ACTIVATIONS, phase)
                 of_pp[key, "calls"] = number
                 of_pp[key, "bytes"] = number * boundary_bytes(spec, HIDDEN)

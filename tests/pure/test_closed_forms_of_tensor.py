@@ -17,11 +17,12 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize
-from tests.oracles.expert import of_a_router, own_experts
+from tests.oracles.expert import local_expert_elements, of_a_router
 from tests.oracles.tensor import (
     CallKey,
     LayerSpan,
     Sent,
+    all_layers,
     collectives,
     loss_peak_bytes,
     loss_saved_bytes,
@@ -29,7 +30,6 @@ from tests.oracles.tensor import (
     saved_slices_spare,
     scalars,
     traffic,
-    whole,
     whole_input_bytes,
 )
 from tests.pure.build import ODD_SHAPE
@@ -107,7 +107,7 @@ def traffic_over_tp(estimate: Estimate, rank: int = 0) -> dict[CallKey, Sent]:
 
 def expected_over_tp(spec: Spec, step: Parallelize) -> dict[CallKey, Sent]:
     """Return the traffic over tp by the closed forms."""
-    sent = traffic(spec, step, whole(shape_of(spec)))
+    sent = traffic(spec, step, all_layers(shape_of(spec)))
     assert sent is not None
     norm = (Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     return {**sent, **({norm: scalars(spec)} if scalars(spec)[0] else {})}
@@ -130,7 +130,7 @@ def test_a_rank_stores_its_shards_and_the_replicated_tensors(kind):
     for index in range(degree):
         elements = parameters(
             shape_of(spec),
-            whole(shape_of(spec)),
+            all_layers(shape_of(spec)),
             sequence=spec.batch.sequence,
             degree=degree,
             index=index,
@@ -149,7 +149,7 @@ def test_experts_count_in_the_layers_that_have_them(shared, width):
     known = facts(shape, 16)
     inner = LayerSpan(start=1, end=2, layers=shape.layers)  # neither embedding nor head are its
     assert parameters(shape, inner, sequence=16) == sum(t.numel for t in known.units[1].tensors)
-    assert parameters(shape, whole(shape), sequence=16) == known.numel
+    assert parameters(shape, all_layers(shape), sequence=16) == known.numel
 
 
 @pytest.mark.parametrize("dense", [0, 1])
@@ -163,7 +163,7 @@ def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
     assert traffic_over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
     size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
-        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        own = parameters(shape, all_layers(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
@@ -192,13 +192,13 @@ def test_of_experts_that_are_folded_slices_of_the_tokens_are_all_that_is_sent(pl
     for index in range(degree):
         own = parameters(
             shape,
-            whole(shape),
+            all_layers(shape),
             sequence=16,
             degree=degree,
             index=index,
             has_whole_experts=True,
         )
-        own += (shape.layers - dense) * own_experts(shape, ranks)
+        own += (shape.layers - dense) * local_expert_elements(shape, ranks)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
@@ -212,7 +212,7 @@ def test_latent_attention_is_sharded_by_heads_and_shared_tensors_are_reduced(pla
     assert traffic_over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
     size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
-        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        own = parameters(shape, all_layers(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
@@ -229,7 +229,7 @@ def test_operators_have_the_traffic_of_the_closed_form(kind, chunk):
         for (_, _, phase), (calls, _) in traffic_over_tp(derivation.exact).items()
         if phase is not Phase.UPDATE
     ]
-    assert collectives(spec, step, whole(shape_of(spec))) == sum(of_operators)
+    assert collectives(spec, step, all_layers(shape_of(spec))) == sum(of_operators)
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
@@ -325,16 +325,16 @@ NO_CLOSED_FORM = ("M selective", "M attention", "a model that is not built in", 
 def test_settings_without_a_closed_form_return_none(case):
     spec = random_spec(("llama", False, "R", True))
     step, shape = step_of(derive(spec)), shape_of(spec)
-    assert traffic(spec, step, whole(shape)) is not None
+    assert traffic(spec, step, all_layers(shape)) is not None
     match case:
         case "M selective" | "M attention":
             policy = case.partition(" ")[2]
             again = random_spec(("llama", False, "R", True), activations="M", recompute=policy)
-            assert traffic(again, step, whole(shape)) is None
+            assert traffic(again, step, all_layers(shape)) is None
         case "a model that is not built in":
             own = replace(spec, model=ExternalModel(target="tests.models:own"))
-            assert traffic(own, step, whole(shape)) is None
-            assert collectives(own, step, whole(shape)) is None
+            assert traffic(own, step, all_layers(shape)) is None
+            assert collectives(own, step, all_layers(shape)) is None
         case _:
             chunked = random_spec(("llama", False, "R", True), loss={"chunk": 4})
             assert loss_peak_bytes(chunked, step, shape, 0) is None

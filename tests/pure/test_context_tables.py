@@ -18,7 +18,7 @@ from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.spec.load import load
 from ptrain.spec.rates import OperatorKind
-from tests.oracles.context import exchanged, gathered_bytes, keys_and_values
+from tests.oracles.context import gathered_bytes, keys_and_values, layer_exchange
 from tests.saved_tensors import saved_bytes
 
 HYBRID = {"ulysses": 2, "ring": 4}
@@ -53,7 +53,7 @@ def test_a_layers_messages_are_those_of_the_closed_form(attention):
     spec = spec_of(attention)
     assert is_tabulated(spec)
     step = context_of(spec)
-    expected = dict(exchanged(spec, step))
+    expected = dict(layer_exchange(spec, step))
     for layer in works(spec):
         calls, sizes = Counter(), Counter()
         for phase, work in ((Phase.FORWARD, layer.forward), (Phase.BACKWARD, layer.backward)):
