@@ -133,7 +133,7 @@ def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_one_that_is_du
     checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
-def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
+def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
     program = single_device_state()
     exchange = Exchange(program.world)
     stranger = tmp_path / "20260101-000000-zero3"
@@ -143,7 +143,7 @@ def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
     assert resume_training(program, own, str(stranger), exchange) == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
+def test_a_checkpoint_of_another_model_is_rejected_with_both_shapes(saved):
     program = single_device_state("model.hidden=64")
     exchange = Exchange(program.world)
     found = checkpoint.verify_files(saved, exchange)
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
         ),
     ],
 )
-def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
+def test_another_layout_is_rejected_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
     program = single_device_state(f"precision.{trained}")
     step(program, 0)
     exchange = Exchange(program.world)
@@ -192,7 +192,7 @@ def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
         checkpoint.load(program, saved, found, exchange)
 
 
-def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
+def test_a_tensor_that_would_be_dropped_is_rejected(tmp_path):
     larger = single_device_state("model.layers=2")
     exchange = Exchange(larger.world)
     saved = checkpoint.save(larger, tmp_path, 1, exchange)
@@ -203,7 +203,7 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
         checkpoint.load(single_device_state(), saved, older, exchange)
 
 
-def test_another_optimizer_text_seed_or_batch_is_said():
+def test_another_optimizer_text_seed_or_batch_is_reported():
     was = manifest.trained_sections(single_device_state().spec)
     other = single_device_state(
         "optimizer.name=sgd",

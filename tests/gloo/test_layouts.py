@@ -274,7 +274,7 @@ def refuse_different_model(spec: Spec, what: str) -> str:
     return ""
 
 
-def test_ranks_whose_dtypes_or_shapes_differ_refuse_to_start(ranks: Ranks) -> None:
+def test_ranks_whose_dtypes_or_shapes_differ_reject_to_start(ranks: Ranks) -> None:
     spec = layout_spec({"layout": "fp32"}, {"dp_shard": "zero1"})
     for what, finding in (
         ("dtype", "its dtype is float32 on rank 0, float64 on rank 1"),

@@ -64,7 +64,7 @@ def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(
 
 
 @pytest.mark.nightly
-def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(user_spec, tmp_path):
+def test_a_model_that_gives_a_tuple_is_rejected_once_and_leaves_no_run(user_spec, tmp_path):
     own = "model={target: tests.models_invalid:changed, arguments: {how: tuple}}"
     code, job = jobs.run_job(["train", str(user_spec), own, "--allow-import"], cwd=tmp_path)
     assert code == 2
@@ -88,7 +88,7 @@ def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(user_spec,
     ],
     ids=["loss", "data"],
 )
-def test_code_of_the_users_that_fails_is_refused_once_and_leaves_no_run(
+def test_code_of_the_users_that_fails_is_rejected_once_and_leaves_no_run(
     user_spec, tmp_path, words, finding
 ):
     code, job = jobs.run_job(["train", str(user_spec), *words, "--allow-import"], cwd=tmp_path)

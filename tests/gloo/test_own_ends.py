@@ -106,7 +106,7 @@ def test_rows_that_pad_a_vocabulary_are_not_compared(ranks: Ranks, is_wrong: boo
     assert place == ("head.weight" if is_wrong else ""), text
 
 
-def test_a_padded_parameter_that_the_reference_lacks_is_refused() -> None:
+def test_a_padded_parameter_that_the_reference_lacks_is_rejected() -> None:
     terms = ptrain.Terms(padded={"embedding.weight": PADDED})
     with pytest.raises(PtrainError, match=r"Terms.padded: .* no parameter embedding.weight"):
         ptrain.verify(verify_loop(Writer()), verify_loop(Writer()), tokens(), terms=terms)

@@ -203,7 +203,7 @@ def test_an_invalid_job_is_rejected() -> None:
         ptrain.verify(_line(), lambda: None, ROWS)
 
 
-def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
+def test_no_batch_and_a_wrong_number_of_shares_are_rejected() -> None:
     with pytest.raises(PtrainError, match="no batch"):
         ptrain.verify(_line(), _line(), [])
     with pytest.raises(PtrainError, match="1 global batches, but 2 shares"):
@@ -218,7 +218,7 @@ def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_mapping_type() -
     assert [share["pair"][0].tolist(), share["pair"][1]] == [[2], "name"]
 
 
-def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
+def test_samples_that_do_not_divide_evenly_are_rejected_with_a_fix() -> None:
     with pytest.raises(PtrainError, match=r"7 samples .* over 3 ranks\n  remedy: .* multiple of 3"):
         ptrain.share_of(torch.arange(7), 0, 3)
 
@@ -251,7 +251,7 @@ def test_an_invalid_loss_is_noted_and_other_values_are_compared(odd: object) -> 
     assert "gradients" in [check.name for check in verdict.checks]
 
 
-def test_a_function_of_losses_that_returns_none_is_refused_with_a_remedy() -> None:
+def test_a_function_of_losses_that_returns_none_is_rejected_with_a_fix() -> None:
     terms = ptrain.Terms(loss=lambda losses: list(losses))  # type: ignore[arg-type,return-value]
     with pytest.raises(PtrainError, match=r"Terms.loss returned \[.*\n  remedy: "):
         ptrain.verify(_line(), _line(), ROWS, terms=terms)

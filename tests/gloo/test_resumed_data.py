@@ -65,7 +65,7 @@ def extend_file(path: Path) -> None:
         (extend_file, "has 1748 bytes; it had 938 at the checkpoint"),
     ],
 )
-def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
+def test_a_token_file_that_changed_is_rejected_and_accepted_on_request(
     ranks: Ranks, tmp_path: Path, tokens: Path, change: Callable[[Path], None], finding: str
 ) -> None:
     run, path = tmp_path / "run", f"data.path={tokens}"
@@ -115,7 +115,7 @@ def test_changes_of_a_mask_and_of_each_source_are_detected(
     assert "data.sources.0.path" not in ended.error
 
 
-def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_dataset_of_another_length_is_rejected(ranks: Ranks, tmp_path: Path) -> None:
     spec, run = tmp_path / "vision.yaml", tmp_path / "run"
     target = "tests.models_vision"
     sections = {

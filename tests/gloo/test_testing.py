@@ -73,18 +73,18 @@ def test_ranks_that_hang_are_ended_in_time(tmp_path: Path) -> None:
 
 
 @nightly
-def test_a_function_that_returns_no_verdict_is_refused() -> None:
+def test_a_function_that_returns_no_verdict_is_rejected() -> None:
     with pytest.raises(PtrainError, match=r"Return the result of `ptrain\.verify"):
         assert_trains_like_one_device(function_without_verdict, num_ranks=1)
 
 
-def test_a_function_that_no_rank_can_import_is_refused() -> None:
+def test_a_function_that_no_rank_can_import_is_rejected() -> None:
     with pytest.raises(PtrainError, match="Define the function at the top level"):
         assert_trains_like_one_device(lambda: None)
 
 
 @nightly
-def test_a_spec_is_verified_and_one_that_cannot_be_is_refused() -> None:
+def test_a_spec_is_verified_and_one_that_cannot_be_is_rejected() -> None:
     sizes = ("model.layers=1", "model.hidden=32", "batch.sequence=16", "batch.global=8")
     assert_verified("ddp", "mesh.dp_replicate=2", *sizes, steps=5)
     with pytest.raises(PtrainError, match="mesh"):

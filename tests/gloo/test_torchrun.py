@@ -92,7 +92,7 @@ def test_two_agents_resume_their_run_after_a_rank_is_killed(tmp_path, victim):
     assert list(jobs.losses(tmp_path / "run")) == list(range(1, 61))
 
 
-def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
+def test_too_few_ranks_are_rejected_once_with_both_numbers(ranks, tmp_path):
     words = ("zero3", "mesh.dp_shard=4", "--run-dir", str(tmp_path / "run"))
     ends = ranks.run(2, sessions.train_as_torchrun, words)
     assert [end.code for end in ends] == [2, 2]

@@ -229,7 +229,7 @@ def test_a_users_model_trains_only_if_its_import_is_allowed(ranks, tmp_path):
     assert "verdict: holds" in end.output
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
+def test_a_folder_that_cannot_be_written_is_rejected_before_a_rank_starts(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     code, job = train(tmp_path, "zero3", "--run-dir", str(blocked / "run"))
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
+def test_a_run_folder_that_is_in_use_is_rejected(tmp_path):
     used = tmp_path / "used"
     used.mkdir()
     (used / "metrics.jsonl").write_text("")

@@ -185,7 +185,7 @@ def refusal_message(spec: Spec) -> str:
     return ""
 
 
-def test_samples_that_differ_by_process_are_refused_on_every_rank(ranks: Ranks):
+def test_samples_that_differ_by_process_are_rejected_on_every_rank(ranks: Ranks):
     items = {"target": "tests.models_losses:items", "arguments": {"how": "by process"}}
     first, *others = ranks.run(2, refusal_message, z_loss_spec("built in", "zero2", data=items))
     assert others == [first]

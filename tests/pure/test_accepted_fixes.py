@@ -90,7 +90,7 @@ ROOMS = ("activations", "algebra", "axes", "data", "models", "selection", "spec"
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_keys_in_remedies_are_written_from_the_top_of_a_spec(room):
+def test_keys_in_fixes_are_written_from_the_top_of_a_spec(room):
     keys = set(names_of_keys(SCHEMA))
     wrong = [
         f"{path.name}: {found[1]}{found[2]} in {text!r}"
@@ -171,7 +171,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_an_override_in_a_remedy_is_accepted_and_cures_its_fault(words):
+def test_an_override_in_a_fix_is_accepted_and_cures_its_fault(words):
     faults = faults_of(*words)
     assert faults
     for fault in faults:

@@ -147,7 +147,7 @@ def test_a_layer_is_the_largest_block_and_a_laptop_is_not_fast():
 
 
 @pytest.mark.parametrize("text", ["", "0.7", "0.7,0.3,0.1", "70,30", "a,b", "0,0.3", "nan,0.3"])
-def test_thresholds_that_are_no_two_shares_are_refused(text):
+def test_thresholds_that_are_no_two_shares_are_rejected(text):
     with pytest.raises(SpecError, match="--thresholds"):
         parse_thresholds(text)
 

@@ -269,7 +269,7 @@ def test_an_error_causes_no_further_errors(tmp_path):
         (b"mesh: {a: 1\n", "not valid YAML", ""),
     ],
 )
-def test_a_file_that_is_no_spec_is_refused(content, finding, remedy, tmp_path):
+def test_a_file_that_is_no_spec_is_rejected(content, finding, remedy, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_bytes(content)
     faults = refused(file).faults
@@ -292,12 +292,12 @@ def test_a_file_that_is_no_spec_is_refused(content, finding, remedy, tmp_path):
         ("a" * 300 + ".yaml", "file name too long"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(name, finding, tmp_path, monkeypatch):
+def test_a_path_that_leads_nowhere_is_rejected(name, finding, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert finding in refused(name).faults[0].finding
 
 
-def test_an_unreadable_file_is_refused(tmp_path):
+def test_an_unreadable_file_is_rejected(tmp_path):
     file = tmp_path / "loop.yaml"
     file.symlink_to(file)
     assert "cannot read the spec" in refused(file).faults[0].finding
@@ -315,7 +315,9 @@ def test_an_unreadable_file_is_refused(tmp_path):
         (1, "dp_shard=2", "needs 2 ranks, but 1 were started", "use `mesh.dp_shard=1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_the_ranks_is_refused(world_size, mesh, finding, remedy, tmp_path):
+def test_a_mesh_that_does_not_fit_the_ranks_is_rejected(
+    world_size, mesh, finding, remedy, tmp_path
+):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
     (fault,) = refused(file, f"mesh.{mesh}", world_size=world_size).faults

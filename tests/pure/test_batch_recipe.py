@@ -60,7 +60,7 @@ def test_the_nearest_power_of_two_is_the_nearest_by_difference(number, power):
     assert nearest_power_of_two(number) == power
 
 
-def test_a_rounding_of_samples_is_refused():
+def test_a_rounding_of_samples_is_rejected():
     place, text = refusal("batch.round=none")
     assert place == "batch.round"
     assert "batch.global is not given in tokens" in text

@@ -98,7 +98,7 @@ def test_data_dependent_offloading_is_not_predicted():
     assert any(row.state is State.PARAMETERS for row in exact.memory)
 
 
-def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
+def test_experts_without_a_gradient_are_rejected_where_data_ranks_sum_gradients():
     facts = replace(facts_with_extents(), unvisited=("h.0.moe.1.weight", "h.0.moe.1.bias"))
     with pytest.raises(SpecError) as error:
         derive(SPEC, facts)

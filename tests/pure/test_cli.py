@@ -343,7 +343,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
         (["predict", "no-such-spec"], "no spec named"),
     ],
 )
-def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
+def test_of_the_ranks_of_a_launcher_the_first_alone_rejects(
     words, finding, rank, monkeypatch, capsys
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")

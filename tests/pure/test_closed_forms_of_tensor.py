@@ -155,7 +155,7 @@ def test_experts_count_in_the_layers_that_have_them(shared, width):
 @pytest.mark.parametrize("dense", [0, 1])
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize("plan", PLANS)
-def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
+def test_experts_are_sharded_over_tp_and_summed_once_a_layer(plan, shared, dense):
     experts = {"experts": 3, "experts_per_token": 2, "expert_ffn": 60, "layers": 3}
     experts |= {"shared_experts": shared, "dense_layers": dense}
     spec = random_spec(("llama", False, plan, True), model=experts)

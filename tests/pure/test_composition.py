@@ -112,7 +112,7 @@ def test_an_axis_of_degree_one_within_tp_changes_nothing():
     assert not check(load(base | {"mesh": mesh}).spec)
 
 
-def test_gradients_that_would_be_summed_within_a_tp_group_are_refused():
+def test_gradients_that_would_be_summed_within_a_tp_group_are_rejected():
     with pytest.raises(SpecError, match=r"\[Theorem 6\.3"):
         require_runnable(load("tp-zero3", ["placement.tp=S,S,R,R"]))
     with pytest.raises(SpecError, match=r"\[Theorem 4"):

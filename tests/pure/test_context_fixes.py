@@ -38,7 +38,7 @@ def test_an_indivisible_sequence_is_rejected_with_a_fix(attention, sequence, fin
     assert refused == ("batch.sequence", finding, f"{remedy}{PADDED}.")
 
 
-def test_a_hybrid_of_other_ranks_is_refused_once():
+def test_a_hybrid_of_other_ranks_is_rejected_once():
     place, finding, _ = refusal(spec(2, Hybrid(ulysses=5, ring=1), sequence=16))
     assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 = 5 ranks, but cp has 2")
 

@@ -105,7 +105,7 @@ def test_the_nearest_tuple_is_legal_and_a_legal_tuple_is_its_nearest(optimizer):
 
 
 @pytest.mark.parametrize("rule", CONTEXT.tuples, ids=lambda rule: rule.name)
-def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
+def test_every_rule_about_tuples_rejects_some_tuple_alone(rule):
     assert any(
         [*CONTEXT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)
@@ -113,7 +113,7 @@ def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     )
 
 
-def test_whole_activations_are_refused_since_every_token_would_count_again():
+def test_whole_activations_are_rejected_since_every_token_would_count_again():
     place, finding, remedy = refusal(spec(modes="S*,S,S,R"))
     assert place == "placement.cp"
     assert "count each token once per rank" in finding and "Theorem 3" in finding
@@ -127,7 +127,7 @@ def test_recomputed_and_offloaded_activations_belong_at_the_top(mode):
     assert remedy == "Use `placement.cp=R,R,R,S`."
 
 
-def test_slices_of_activations_on_a_data_axis_are_refused_with_a_word_about_cp():
+def test_slices_of_activations_on_a_data_axis_are_rejected_with_a_word_about_cp():
     place, finding, _ = refusal(make_spec({Axis.DP_SHARD: (2, tuple_of("R,R,R,S"))}))
     assert place == "placement.dp_shard"
     assert "To shard tokens, use cp (`mesh.cp=2`)" in finding
@@ -188,7 +188,7 @@ def test_without_two_ranks_of_cp_there_is_no_step():
     assert context_of(make_spec({Axis.DP_SHARD: (2, GATHERED)})) is None
 
 
-def test_attention_over_cp_without_cp_is_refused():
+def test_attention_over_cp_without_cp_is_rejected():
     made = replace(make_spec({Axis.DP_SHARD: (2, GATHERED)}), context=ContextSpec(attention=RING))
     place, finding, _ = refusal(made)
     assert place == "context.attention" and finding.startswith("has no effect")
@@ -224,7 +224,7 @@ def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are()
     assert place == "reduce_scatter" and "all-reduced, not reduce-scattered" in finding
 
 
-def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():
+def test_dropout_within_attention_is_rejected_and_elsewhere_it_is_not():
     for key, option in (("dropout", {"dropout": 0.1}), ("attention_dropout", {
         "attention_dropout": 0.2
     })):  # fmt: skip
@@ -266,7 +266,7 @@ def test_slices_of_tp_are_slices_of_those_of_cp():
     assert require_legal(spec(2, RING, inside=sliced, sequence=40))
 
 
-def test_functions_of_the_users_are_refused():
+def test_functions_of_the_users_are_rejected():
     function = UserFunction(section="loss", target="mine:loss", arguments={})
     place, finding, _ = refusal(replace(spec(), loss=LossSpec(function=function)))
     assert place == "loss.target" and finding.startswith("mine:loss cannot compute the loss")

@@ -49,7 +49,7 @@ def test_a_mesh_without_a_tuple_is_the_only_fault():
     assert list(faults(placement=None, batch=batch)) == ["mesh.dp_shard"]
 
 
-def test_a_tier_that_no_state_is_on_is_refused_where_there_are_ranks():
+def test_a_tier_that_no_state_is_on_is_rejected_where_there_are_ranks():
     assert list(faults(offload={"tier": "host"})) == ["offload.tier"]
     assert loaded(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
 
@@ -64,7 +64,7 @@ def test_heads_near_to_those_that_were_written_are_offered():
     assert faults(model=shape)["model.heads"].remedy == "Use one of 4, 8, 16, 32, 64, 128."
 
 
-def test_a_tuple_of_two_modes_is_refused_at_its_axis():
+def test_a_tuple_of_two_modes_is_rejected_at_its_axis():
     assert set(faults(placement={"dp_shard": "S*,S"})) == {"placement.dp_shard"}
 
 
@@ -128,7 +128,7 @@ def test_dualpipe_is_understood_however_it_is_written(word):
     assert "two copies of parameters" in fault.remedy
 
 
-def test_slices_of_activations_that_name_no_axis_are_refused():
+def test_slices_of_activations_that_name_no_axis_are_rejected():
     assert "only be sharded on a named axis" in faults(activations="S")["activations"].finding
     both = faults(activations="M", placement={"dp_shard": "S*,S,S,O"})
     assert "M, but placement.dp_shard.activations is O" in both["activations"].finding
@@ -142,7 +142,7 @@ def test_tokens_become_the_nearest_number_of_micro_batches():
     assert loaded(batch=odd | {"round": "none"}).batch.accumulate == 3
 
 
-def test_a_strategy_refuses_a_mesh_with_one_axis_more():
+def test_a_strategy_rejects_a_mesh_with_one_axis_more():
     fault = faults(mesh={"dp_shard": 2, "pp": 2}, placement="zero3")["placement"]
     assert fault.finding == "zero3 needs the axis dp_shard; the mesh has dp_shard, pp"
 

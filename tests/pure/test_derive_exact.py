@@ -208,7 +208,7 @@ def test_unsharded_gradients_are_all_reduced_before_the_update():
     assert calls(inner, axes=("dp_shard",)) == {(AR, G, UPDATE): (3, 4 * FLAT_2 // 2)}
 
 
-def test_an_optimizer_cut_over_both_axes_works_on_quarters():
+def test_an_optimizer_sharded_over_both_axes_works_on_quarters():
     held = on_both(ZERO_1, GATHERED)
     flat = 20 + 20 + 20  # 17 and 18 -> 20 for 4 ranks
     assert held.bytes_of(THETA) == 4 * flat // 2
@@ -217,7 +217,7 @@ def test_an_optimizer_cut_over_both_axes_works_on_quarters():
     assert outer == {(RS, G, UPDATE): (3, 4 * flat // 2), (AG, THETA, UPDATE): (3, 4 * flat // 2)}
 
 
-def test_gradients_and_optimizer_cut_over_different_axes_cross_over():
+def test_gradients_and_optimizer_sharded_over_different_axes_cross_over():
     held = on_both(ZERO_1, tuple_of("R,R,S"))
     flat = 60
     assert calls(held, axes=("dp_shard",)) == {

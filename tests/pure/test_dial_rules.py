@@ -189,7 +189,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "changes", "place", "finding", "remedy"), REFUSED)
-def test_a_dial_that_nothing_obeys_is_refused(text, changes, place, finding, remedy):
+def test_a_dial_that_nothing_obeys_is_rejected(text, changes, place, finding, remedy):
     (fault,) = check(one_axis(text, **changes))
     assert fault.place == place
     assert finding in fault.finding and remedy in fault.remedy
@@ -211,7 +211,7 @@ def test_smaller_shards_divide_the_larger_group(degree, shards):
 
 
 @pytest.mark.parametrize(("degree", "shards"), [(4, 3), (2, 4), (6, 4), (8, 1)])
-def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards):
+def test_shards_that_do_not_divide_are_rejected_with_the_divisors(degree, shards):
     sync = SyncPolicy(reshard_after_forward=shards)
     (fault,) = check(one_axis("S*,S,S", degree=degree, sync=sync))
     assert fault.place == "sync.reshard_after_forward"
@@ -239,7 +239,7 @@ def test_one_device_takes_every_dial_for_nothing_moves_there():
     assert not check(spec)
 
 
-def test_every_rule_about_a_dial_refuses_something():
+def test_every_rule_about_a_dial_rejects_something():
     for rule in DIALS:
         specs = [one_axis(text, **changes) for text, changes, *_ in REFUSED]
         specs.append(one_axis("S*,S,R", sync=SyncPolicy(reshard_after_forward=2)))
@@ -269,7 +269,7 @@ def _each(dials: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 @pytest.mark.parametrize("dial", _each(DATA_DIALS))
-def test_a_dial_of_the_data_axes_is_refused_where_tp_is_alone(dial):
+def test_a_dial_of_the_data_axes_is_rejected_where_tp_is_alone(dial):
     (fault,) = check(load("tp", [dial]).spec)
     key = dial.split("=")[0]
     assert fault.place == {"reshard": "sync.reshard_after_forward"}.get(key, key)
@@ -284,7 +284,7 @@ def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means
 
 @pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
 @pytest.mark.parametrize("mesh", ["{dp_shard: 2}", "{dp_shard: 2, tp: 1}"])
-def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
+def test_a_dial_of_tp_is_rejected_where_there_are_ranks_but_no_tp(dial, mesh):
     (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
     assert fault.place == dial.split("=")[0]
     assert "no tp axis with two or more ranks" in fault.finding and "mesh.tp=2" in fault.remedy

@@ -66,7 +66,7 @@ def drawn(seed: int) -> Spec:
 
 
 @pytest.mark.parametrize("decade", range(20))
-def test_a_drawn_spec_is_read_back_and_either_refused_with_a_remedy_or_predicted(decade):
+def test_a_drawn_spec_is_read_back_and_either_rejected_with_a_fix_or_predicted(decade):
     for seed in range(10 * decade, 10 * decade + 10):
         spec = drawn(seed)
         assert load(spec.resolved).spec == spec

@@ -75,7 +75,7 @@ def test_ep_is_known_by_the_names_that_others_give_it(key):
         (1, 2, "Use one of 1 for `mesh.tp`, or `model.expert_ffn=2`."),
     ],
 )
-def test_experts_that_tp_does_not_cut_are_refused_with_other_widths(width, tp, remedy):
+def test_experts_that_tp_does_not_cut_are_rejected_with_other_widths(width, tp, remedy):
     overrides = ["model.preset=moe-tiny", "model.kv_heads=4", f"mesh={{tp: {tp}}}"]
     (fault,) = check(load("tp", [*overrides, f"model.expert_ffn={width}"]).spec)
     assert fault.finding == f"tp={tp} does not divide expert_ffn: {width}"

@@ -138,7 +138,7 @@ def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_tuple_is_its_nearest(optim
 
 
 @pytest.mark.parametrize("rule", EXPERT.tuples, ids=lambda rule: rule.name)
-def test_every_rule_about_tuples_on_ep_refuses_some_tuple_alone(rule):
+def test_every_rule_about_tuples_on_ep_rejects_some_tuple_alone(rule):
     assert any(
         [*EXPERT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)

@@ -169,7 +169,7 @@ def test_of_625_tuples_one_is_that_of_experts():
         ("S,S,S,R", "Definition 2", "tokens that were sent to the expert"),
     ],
 )
-def test_another_tuple_of_experts_is_refused_with_its_theorem_and_the_nearest(
+def test_another_tuple_of_experts_is_rejected_with_its_theorem_and_the_nearest(
     written, theorem, reason
 ):
     (fault,) = faults({"ep": {"experts": written, "rest": "ddp"}})

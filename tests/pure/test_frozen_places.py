@@ -76,12 +76,12 @@ def test_o_is_on_the_tier_of_the_offload() -> None:
         (["frozen.dp=R"], "frozen.dp: unknown key"),
     ],
 )
-def test_a_mode_that_is_none_of_theta_is_refused_in_one_message(words, said) -> None:
+def test_a_mode_that_is_none_of_theta_is_rejected_in_one_message(words, said) -> None:
     (fault,) = faults_of(*words)
     assert re.match(said, fault), fault
 
 
-def test_a_place_on_an_axis_that_the_mesh_has_not_is_refused() -> None:
+def test_a_place_on_an_axis_that_the_mesh_has_not_is_rejected() -> None:
     (fault,) = check(spec_of("zero3", "frozen.dp_replicate=R"))
     assert (
         fault.place == "frozen.dp_replicate"

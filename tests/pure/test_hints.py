@@ -83,7 +83,7 @@ def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_pat
     assert fault.text[fault.column - 1 :].startswith(first)
 
 
-def test_an_option_that_another_makes_void_is_refused():
+def test_an_option_that_another_makes_void_is_rejected():
     said = message("model.preset=gpt-tiny", "model.rope_base=5")
     assert "model.rope_base: positions: learned has no rotary embeddings" in said
     assert "set `model.positions=rope`" in said

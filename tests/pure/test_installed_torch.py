@@ -110,7 +110,7 @@ def test_a_version_is_within_the_range_if_pip_agrees(version):
 
 
 @pytest.mark.parametrize("version", ["2.16.0", UNSUPPORTED, "2.16.0a0+git", "2.10.1", "a branch"])
-def test_another_torch_is_refused_with_the_range_and_the_pip_line(version, monkeypatch):
+def test_another_torch_is_rejected_with_the_range_and_the_pip_line(version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError) as caught:
         require_torch()
@@ -132,7 +132,7 @@ def test_a_torch_without_a_version_is_accepted(monkeypatch):
     require_torch()
 
 
-def test_a_torch_within_the_range_is_not_refused(monkeypatch):
+def test_a_torch_within_the_range_is_not_rejected(monkeypatch):
     with_torch("2.12.0+cu126", monkeypatch)
     require_torch()
 
@@ -141,7 +141,7 @@ def test_a_torch_within_the_range_is_not_refused(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["interpret", "measure", "read_facts", "share_of", "verify", "Job", "Terms"]
 )
-def test_a_name_of_the_package_that_needs_torch_is_refused(name, version, monkeypatch):
+def test_a_name_of_the_package_that_needs_torch_is_rejected(name, version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError, match=f"remedy: {re.escape(REMEDY)}"):
         getattr(ptrain, name)
@@ -159,7 +159,7 @@ def test_ranks_of_a_script_are_not_started_with_another_torch(start, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_training_is_refused_before_its_spec_is_looked_at(monkeypatch):
+def test_a_training_is_rejected_before_its_spec_is_looked_at(monkeypatch):
     with_torch(UNSUPPORTED, monkeypatch)
     with pytest.raises(SpecError, match=re.escape(REMEDY)):
         load_checked(Options(spec="no-such-spec"))

@@ -128,7 +128,7 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
          "Use `loss=cross-entropy`, or use `mesh.tp=2` with `placement.tp=S,S,S,R`."),
     ],
 )  # fmt: skip
-def test_a_spec_from_python_is_refused_in_the_same_words(changes, place, finding, remedy):
+def test_a_spec_from_python_is_rejected_in_the_same_words(changes, place, finding, remedy):
     """With one fault alone: what cannot be known without the section at fault is not looked at."""
     base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": SHARDS}
     spec = base | {"batch": {"global": 16, "micro": 2, "sequence": 8}} | changes
@@ -148,7 +148,7 @@ def test_a_spec_from_python_is_refused_in_the_same_words(changes, place, finding
          "Start 4 ranks, or use `mesh.dp_shard=3`."),
     ],
 )  # fmt: skip
-def test_other_ranks_than_were_started_are_refused_with_the_nearest_mesh(
+def test_other_ranks_than_were_started_are_rejected_with_the_nearest_mesh(
     world_size, finding, remedy
 ):
     with pytest.raises(SpecError) as caught:

@@ -164,12 +164,12 @@ def test_an_invalid_step_is_rejected_with_its_place(tmp_path, rows, finding):
     assert refusal(tmp_path, rows) == finding
 
 
-def test_a_list_of_other_stages_than_written_is_refused(tmp_path):
+def test_a_list_of_other_stages_than_written_is_rejected(tmp_path):
     found = refusal(tmp_path, OWN, more=", stages: 4")
     assert found == "the list has 2 stages, but the pipeline has 4"
 
 
-def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path):
+def test_a_file_that_is_not_there_is_rejected_by_its_name(tmp_path):
     (tmp_path / "spec.yaml").write_text(spec_text("none.csv"))
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")
@@ -186,7 +186,7 @@ def test_a_deadlock_ends_a_command_with_2_and_its_place(tmp_path, capsys):
     assert f"{tmp_path}/spec.yaml:4" in said
 
 
-def test_dualpipe_as_published_is_refused_with_its_two_copies_and_their_bytes(tmp_path):
+def test_dualpipe_as_published_is_rejected_with_its_two_copies_and_their_bytes(tmp_path):
     (tmp_path / "spec.yaml").write_text(spec_text("dualpipe"))
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")

@@ -251,7 +251,7 @@ def _small_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_host")
 @pytest.mark.parametrize("command", ["train", "validate"])
-def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
+def test_ranks_that_this_host_cannot_hold_are_rejected_before_any_starts(
     command, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

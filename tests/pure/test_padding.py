@@ -66,7 +66,7 @@ def test_padding_is_reported():
     ]
 
 
-def test_padding_that_nothing_needs_is_refused():
+def test_padding_that_nothing_needs_is_rejected():
     (fault,) = check(padded("zero2"))
     assert fault.place == "batch.pad"
     assert fault.finding == "has no effect: no axis shards the tokens of a sample"

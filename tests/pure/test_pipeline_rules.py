@@ -104,7 +104,7 @@ def test_the_other_policy_can_be_written_and_is_legal():
 
 
 @pytest.mark.parametrize("word", ["pipedream", "PipeDream", "async", "pipedream-2BW"])
-def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
+def test_an_asynchronous_pipeline_is_rejected_with_the_reason(word):
     with pytest.raises(SpecError) as raised:
         spec({"pp": 2}, {"schedule": word})
     (fault,) = raised.value.faults
@@ -205,7 +205,7 @@ def test_another_tuple_breaks_a_theorem(modes, theorem):
         ),
     ],
 )
-def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said, found):
+def test_stages_that_the_ranks_or_the_model_do_not_have_are_rejected(degree, said, found):
     ((place, finding, remedy),) = faults({"pp": degree}, said)
     assert place == found[0] and found[1] in finding and found[2] in remedy
 
@@ -228,7 +228,9 @@ def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said
         ),
     ],
 )
-def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, schedule, place, remedy):
+def test_more_stages_than_layers_are_rejected_with_ways_out(
+    layers, degree, schedule, place, remedy
+):
     model = {"model": SHAPE | {"layers": layers}}
     ((found, finding, way),) = faults({"pp": degree}, {"schedule": schedule}, **model)
     assert (found, way) == (place, remedy)
@@ -252,7 +254,7 @@ def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, sched
         ("naive", 1, True),
     ],
 )
-def test_a_schedule_that_lacks_micro_batches_is_refused(name, microbatches, is_enough):
+def test_a_schedule_that_lacks_micro_batches_is_rejected(name, microbatches, is_enough):
     batch = {"sequence": 32, "accumulate": microbatches}
     found = faults({"pp": 4}, {"schedule": name}, batch=batch)
     assert [place for place, _, _ in found] == ([] if is_enough else ["pipeline.schedule"])
@@ -276,7 +278,7 @@ def test_tp_outside_pp_is_legal_with_a_warning_about_its_cost():
 @pytest.mark.parametrize(
     ("key", "value"), [("schedule", "gpipe"), ("stages", 4), ("split", [4, 4]), ("split", "layers")]
 )
-def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
+def test_a_dial_of_pp_is_rejected_where_nothing_is_cut_into_stages(key, value):
     ((place, finding, _),) = faults({"dp_shard": 2}, {key: value})
     assert place == f"pipeline.{key}" and finding.startswith("has no effect")
     assert not faults({}, {key: value})

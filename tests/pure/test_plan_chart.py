@@ -133,13 +133,13 @@ def test_an_impossible_file_is_rejected(name, finding, remedy, spec, drawn, tmp_
     assert not drawn
 
 
-def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
+def test_one_file_for_several_specs_is_rejected(spec, drawn, folder, capsys):
     message = refusal([spec, spec, "--chart", str(folder / "a.png")], capsys)
     assert "draws one spec; got 2" in message
     assert "remedy: Run `ptrain plan` once for each spec." in message
 
 
-def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
+def test_a_spec_without_a_pipeline_is_rejected(drawn, folder, capsys):
     message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
     assert "zero3 has neither axis" in message
     assert "remedy: Remove it" in message

@@ -97,7 +97,7 @@ def test_an_unknown_kind_does_not_hide_its_code(read: Read) -> None:
         ("gemma2", "kv_lora_rank", 16),
     ],
 )
-def test_a_field_that_adds_a_computation_is_refused(
+def test_a_field_that_adds_a_computation_is_rejected(
     read: Read, kind: str, field: str, value: object
 ) -> None:
     with pytest.raises(SpecError, match=f"{field} is {value}; the built-in model has no "):

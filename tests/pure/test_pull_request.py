@@ -119,7 +119,7 @@ def test_the_workflow_compares_both_sides_of_a_pull_request_and_comments(checkou
     assert said == f"pr comment 7 --body-file {checkout.parent}/comparison.md\n"
 
 
-def test_a_spec_that_is_refused_ends_the_workflow(checkout):
+def test_a_spec_that_is_rejected_ends_the_workflow(checkout):
     (checkout / "train.yaml").write_text("mesh: {dp_shard: no}\n")
     git(checkout, "commit", "--quiet", "--all", "--message", "a mistake")
     ended = run(checkout, "records of both sides")

@@ -354,7 +354,7 @@ def refusal(rates: dict[str, Any]) -> str:
         ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the string"),
     ],
 )
-def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):
+def test_a_row_that_is_no_measurement_is_rejected_by_its_place(rates, text):
     assert text in refusal(rates)
 
 

@@ -127,7 +127,7 @@ def refusal(**changes):
     return fault.place, fault.finding, fault.remedy
 
 
-def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
+def test_a_budget_that_nothing_keeps_is_rejected_with_the_smallest_peak(peaks):
     assert refusal(recompute={"budget": "40 MiB"}) == (
         "recompute.budget",
         "40 MiB: the smallest peak that recomputation reaches is 50 MiB, with full",

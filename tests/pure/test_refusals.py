@@ -123,7 +123,7 @@ def test_latest_is_a_run_that_began_to_train(here):
     assert os.readlink(here / "runs" / "latest") == first.path.name
 
 
-def test_a_run_that_is_refused_leaves_no_folder_and_latest_alone(here):
+def test_a_run_that_is_rejected_leaves_no_folder_and_latest_alone(here):
     mark_as_latest(opened().folder)
     before = tree(here)
     refused = opened()
@@ -202,14 +202,14 @@ def test_an_invalid_checkpoint_is_rejected_with_its_kind(here, capsys, asked, fi
 
 
 @pytest.mark.parametrize("asked", ["runs/a", "runs/latest", "runs/a/checkpoints/step-00000004"])
-def test_a_training_that_is_done_is_refused_before_a_folder_is_made(here, capsys, asked):
+def test_a_training_that_is_done_is_rejected_before_a_folder_is_made(here, capsys, asked):
     trained(here / "runs" / "a", 2, 4)
     (here / "runs" / "latest").symlink_to("a")
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", asked)
     assert "already at step 4 of 4\n  remedy: Set `train.steps` to more than 4" in told
 
 
-def test_another_model_is_refused_before_a_folder_is_made(here, capsys):
+def test_another_model_is_rejected_before_a_folder_is_made(here, capsys):
     trained(here / "runs" / "a", 4, model={"hidden": 7})
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert "checkpoint runs/a/checkpoints/step-00000004: error: model: " in told
@@ -249,7 +249,7 @@ def test_auto_resumes_only_the_run_of_its_folder(here, capsys):
 # -- two trainings in one folder
 
 
-def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_first(here, capsys):
+def test_a_second_training_in_a_run_folder_is_rejected_with_the_process_of_the_first(here, capsys):
     claim = opened(here / "run")
     for resuming in ([], ["--resume", "auto"]):
         text = refusal(capsys, "zero3", "--run-dir", "run", *resuming)
@@ -263,7 +263,7 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
 # -- the file tier, options
 
 
-def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, capsys):
+def test_a_folder_that_takes_no_files_is_rejected_before_a_rank_starts(here, capsys):
     (here / "file").touch()
     for path, finding in (
         ("/proc", "is not writable"),
@@ -274,7 +274,7 @@ def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, caps
         assert f"error: offload.path: {path}: {finding}" in told
 
 
-def test_two_specs_are_refused_with_both(here, capsys):
+def test_two_specs_are_rejected_with_both(here, capsys):
     assert "expected one SPEC; got zero3 and ddp" in refusal(capsys, "zero3", "ddp")
 
 

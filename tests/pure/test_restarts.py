@@ -114,7 +114,7 @@ def test_resume_applies_until_the_run_has_written_checkpoints(here):
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_a_folder_that_the_first_attempt_was_refused_is_not_taken_over(here, monkeypatch):
+def test_a_folder_that_the_first_attempt_was_rejected_is_not_taken_over(here, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.delenv("TORCHELASTIC_RUN_ID")
         opened(here / "run").lock.release()

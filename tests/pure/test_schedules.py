@@ -94,7 +94,7 @@ def test_every_schedule_ends_whatever_its_stages_cost(data):
 
 
 @pytest.mark.parametrize("name", ONE_STAGE)
-def test_schedules_of_one_stage_a_rank_refuse_two(name):
+def test_schedules_of_one_stage_a_rank_reject_two(name):
     with pytest.raises(SpecError) as caught:
         make_schedule(name, pipeline(4, 2, 8))
     (fault,) = caught.value.faults
@@ -107,7 +107,7 @@ def test_schedules_of_one_stage_a_rank_refuse_two(name):
 
 @pytest.mark.parametrize("name", VEES)
 @pytest.mark.parametrize("per_rank", [1, 3])
-def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
+def test_a_v_rejects_any_number_of_stages_but_two_a_rank(name, per_rank):
     found = list(schedule_faults(name, pipeline(2, per_rank, 12)))
     assert [fault.place for fault in found] == ["pipeline.stages"]
     assert "2 stages per rank" in found[0].finding and found[0].remedy.startswith(
@@ -119,7 +119,7 @@ def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
     ("name", "per_rank", "least"),
     [(ScheduleName.ONE_F_ONE_B, 1, 4), (ScheduleName.DUALPIPEV, 2, 8)],
 )
-def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_rank, least):
+def test_too_few_microbatches_are_rejected_with_how_many_are_needed(name, per_rank, least):
     (fault,) = schedule_faults(name, pipeline(4, per_rank, least - 1))
     assert f"{name} needs at least {least} micro-batches per step" in fault.finding
     assert f"to get {least}, or use `pipeline.schedule=" in fault.remedy

@@ -29,7 +29,7 @@ def test_a_memory_bound_applies_to_the_exact_peak():
 
 
 @pytest.mark.parametrize("kept", ["none", "selective", "full"])
-def test_blocks_that_are_cut_over_a_node_are_estimated_though_a_head_is_larger_than_a_few(kept):
+def test_blocks_that_are_sharded_over_a_node_are_estimated_though_a_head_is_larger_than_a_few(kept):
     """With tp=8 the head of one or two layers sets the peak, and blocks that of the 80 layers."""
     where = [f"recompute=={kept}", "tp==8", "pp==1", "micro==2", "dp_shard==8"]
     job = searched_job("llama3-70b", [], cluster="h100-64", where=where)

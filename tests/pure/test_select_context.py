@@ -91,7 +91,7 @@ def test_a_degree_and_an_attention_that_are_written_stay():
     )
 
 
-def test_an_attention_that_there_is_none_of_is_refused():
+def test_an_attention_that_there_is_none_of_is_rejected():
     with pytest.raises(SpecError, match="ring, zigzag, all-gather, ulysses, hybrid"):
         ranking(where=("attention=flash",))
     assert SPACE.axes == (Axis.CP,)

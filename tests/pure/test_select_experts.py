@@ -95,7 +95,7 @@ def test_estimates_have_the_states_of_expert_parallel_ranks():
     assert compared > 25
 
 
-def test_experts_are_cut_over_the_data_axes_without_those_ranks():
+def test_experts_are_sharded_over_the_data_axes_without_those_ranks():
     assert inside((2, 8), 4) == (2, 2)
     assert inside((8,), 8) == (1,)
     assert inside((), 1) == ()

@@ -65,7 +65,7 @@ def test_a_peak_fits_up_to_the_last_byte(memory, fits):
     assert found.short_bytes == PEAK - memory
 
 
-def test_without_a_cluster_nothing_is_refused():
+def test_without_a_cluster_nothing_is_rejected():
     require_fit(REPLICATED, derive(REPLICATED).exact)
 
 
@@ -236,7 +236,7 @@ def test_the_smallest_number_of_ranks_that_fits_is_named_last():
         require_fit(spec, derive(spec).exact)
 
 
-def test_a_change_that_does_not_fit_is_not_offered_as_a_remedy():
+def test_a_change_that_does_not_fit_is_not_offered_as_a_fix():
     spec = on_devices_of(1, REPLICATED, host_memory=1)
     assert not any(variant.fit.fits for variant in find_changes(spec).variants)
     with pytest.raises(DoesNotFit, match="  closest: ") as refused:

@@ -129,7 +129,7 @@ def test_as_many_layers_in_each_and_one_more_in_the_middle(count, stages, expect
     assert even_counts(count, stages) == expected
 
 
-def test_more_stages_than_layers_are_refused():
+def test_more_stages_than_layers_are_rejected():
     for call in (lambda: even_counts(3, 4), lambda: balanced_counts([1, 1, 1], 4)):
         with pytest.raises(SpecError) as raised:
             call()
@@ -150,7 +150,7 @@ def test_more_stages_than_layers_are_refused():
         ((), "[] has a stage without layers"),
     ],
 )
-def test_a_list_that_is_not_the_models_is_refused(counts, finding):
+def test_a_list_that_is_not_the_models_is_rejected(counts, finding):
     with pytest.raises(SpecError) as raised:
         divide_into_stages(layers(SHAPES[0]), counts)
     place, found, remedy = refusal(raised)

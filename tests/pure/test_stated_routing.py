@@ -224,7 +224,7 @@ BROKEN: tuple[tuple[Callable[[Counts], None], str], ...] = (
 
 
 @pytest.mark.parametrize(("breaks", "finding"), BROKEN)
-def test_counts_that_do_not_fit_are_one_message_with_place_and_remedy(tmp_path, breaks, finding):
+def test_counts_that_do_not_fit_are_one_message_with_place_and_fix(tmp_path, breaks, finding):
     counts = good()
     breaks(counts)
     file = tmp_path / "counts.json"
@@ -257,7 +257,7 @@ def test_a_file_that_holds_no_counts_is_one_message(tmp_path: Path, content, fin
 @pytest.mark.parametrize(
     ("mesh", "model"), [({"dp_shard": 2}, {}), ({"ep": 2}, {"capacity_factor": 1.0})]
 )
-def test_where_no_size_depends_on_it_routing_is_refused(mesh, model):
+def test_where_no_size_depends_on_it_routing_is_rejected(mesh, model):
     with pytest.raises(SpecError, match="no ep axis with two or more ranks"):
         spec_of(mesh, "routing=worst", model={**DROPLESS, **model})
 

@@ -87,7 +87,7 @@ def test_a_list_of_passes_that_cannot_run_is_a_row_too(ptrain, tmp_path):
     assert any(line.startswith(f"rejected: pipeline.schedule={bad}: ") for line in lines)
 
 
-def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
+def test_a_sweep_of_which_nothing_is_left_is_rejected(capsys):
     text = refusal(capsys, "zero3", "mesh.dp_shard=3,5", "batch.global=16")
     assert "data degree=3 = 6" in text and "data degree=5 = 10" in text
 
@@ -165,7 +165,7 @@ def test_the_figures_to_sort_by_are_those_that_a_row_has():
 
 
 @pytest.mark.parametrize("sort", [*SORTS])
-def test_rows_are_sorted_by_a_figure_with_the_refused_at_the_end(ptrain, sort):
+def test_rows_are_sorted_by_a_figure_with_the_rejected_at_the_end(ptrain, sort):
     words = ("predict", "zero3", "mesh.dp_shard=2,5,4,1", "batch.global=16", "--sort", sort)
     records = json.loads(ptrain(*words, "--json"))
     assert records[-1]["refused"]
@@ -224,7 +224,7 @@ def points() -> list[SweepPoint]:
     ]
 
 
-def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_refused():
+def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_rejected():
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
     assert "usable memory 74.12 GiB" in words and "refused" in words
@@ -248,7 +248,7 @@ def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
     assert {"parameters", "temporary", "peak"} <= {label.text for label in sheet.texts}
 
 
-def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):
+def test_a_chart_goes_to_a_picture_or_is_rejected_before_anything_is_derived(capsys):
     text = refusal(capsys, "no-such-spec", "batch.micro=1,2", "--chart", "x.txt")
     assert "Use a file name that ends in .png or .svg." in text
 

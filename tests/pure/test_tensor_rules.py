@@ -47,7 +47,7 @@ def test_the_nearest_tuple_is_legal_and_keeps_legal_modes():
 @pytest.mark.parametrize(
     ("degree", "fields"), [(5, ["heads", "kv_heads"]), (8, ["kv_heads"]), (24, ["kv_heads"])]
 )
-def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fields):
+def test_a_degree_that_does_not_divide_is_rejected_with_those_that_do(degree, fields):
     faults = check(spec(degree, batch={"sequence": 240}))
     found = [fault.finding for fault in faults]
     assert [name for name in SHAPE if any(f"divide {name}: " in text for text in found)] == fields
@@ -124,7 +124,7 @@ def test_a_fused_loss_takes_a_whole_head():
     assert not check(spec(1, loss={"chunk": 8, "fused": True}))
 
 
-def test_an_optimizer_that_takes_whole_matrices_is_refused():
+def test_an_optimizer_that_takes_whole_matrices_is_rejected():
     (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp shards" in f.finding)
     assert fault.place == "optimizer.name" and "adamw" in fault.remedy
 

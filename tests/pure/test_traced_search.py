@@ -109,7 +109,7 @@ def test_a_llama_with_equal_blocks_substitutes_a_users_model():
     assert job.base.model.target == "somewhere:build" and job.sized.model == like
 
 
-def test_a_model_without_repeated_blocks_is_refused_with_the_key_that_names_them():
+def test_a_model_without_repeated_blocks_is_rejected_with_the_key_that_names_them():
     facts = replace(facts_of_own(layers=1, hidden=8, vocab=9, block=64), blocks=())
     words = [f"model={OWN}", "mesh=auto", "batch.global=64"]
     with pytest.raises(SpecError, match="repeated blocks") as raised:

@@ -54,7 +54,7 @@ def test_the_spec_may_follow_its_overrides_and_there_is_one():
 
 
 @pytest.mark.parametrize("wrong", ["--nnodes=0", "--max-restarts=-1", "--measure=-3", "--nnodes=x"])
-def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
+def test_a_number_that_makes_no_sense_is_rejected(wrong, capsys):
     with pytest.raises(SystemExit) as left:
         options.parse_options(["ddp", wrong])
     assert left.value.code == 2
@@ -107,7 +107,7 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["log.trackers=[tensorboard]"], ["--tensorboard"]])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+def test_a_tracker_that_is_not_installed_is_rejected_before_anything_is_written(
     words, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_a_tracker_that_is_named_twice_is_given_all_once():
     assert tracker.tracker_names(spec, chosen) == ("wandb", "tensorboard")
 
 
-def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
+def test_a_checkpoint_that_does_not_exist_is_rejected_at_once(tmp_path):
     with pytest.raises(PtrainError, match="no such folder"):
         options.parse_options(["ddp", "--resume", str(tmp_path / "none")])
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 # -- traces
 
 
-def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
+def test_a_profiled_step_beyond_the_last_is_rejected_with_the_range():
     spec = require_runnable(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
         options.require_profiled_steps(spec)

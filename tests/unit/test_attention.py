@@ -83,7 +83,7 @@ def test_flex_attention_equals_torchs_without_gradients():
     torch.testing.assert_close(own, flex, rtol=1e-12, atol=1e-12)
 
 
-def test_flex_attention_is_refused_where_it_has_no_backward_pass():
+def test_flex_attention_is_rejected_where_it_has_no_backward_pass():
     model = HuggingFaceModel(hf="LlamaForCausalLM", attention=Attention.FLEX)
     require_trainable(model, torch.device("cuda"))
     require_trainable(replace(model, attention=Attention.EAGER), torch.device("cpu"))
@@ -94,7 +94,7 @@ def test_flex_attention_is_refused_where_it_has_no_backward_pass():
         FlexCore()(q, q, q)
 
 
-def test_flex_attention_refuses_dropout():
+def test_flex_attention_rejects_dropout():
     shape = replace(SMALL_GPT, dropout=0.1, attention=Attention.FLEX)
     with pytest.raises(SpecError, match="flex_attention has no dropout"):
         build_model(shape, sequence=8)
@@ -108,7 +108,7 @@ def test_transformers_classes_use_the_attention_of_the_spec(kind):
     assert model.config._attn_implementation == wanted
 
 
-def test_a_class_of_transformers_without_the_kind_is_refused():
+def test_a_class_of_transformers_without_the_kind_is_rejected():
     pytest.importorskip("transformers")
     model = HuggingFaceModel(hf="bloom", config={"hidden_size": 16, "n_head": 2, "n_layer": 1})
     with pytest.raises(SpecError, match=r"does not support sdpa\n.*`attention=eager`"):

@@ -231,7 +231,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", ["a\0b", "", "x" * 300, "x\ny"])
-def test_a_name_that_no_folder_can_have_is_refused(name: str) -> None:
+def test_a_name_that_no_folder_can_have_is_rejected(name: str) -> None:
     with pytest.raises(SpecError, match="pretrained"):
         load({"model": {"pretrained": name}})
 

@@ -205,7 +205,7 @@ def test_code_that_reads_values_and_does_the_same_with_all_is_exact(name):
     assert derive(spec, facts).exact.peak
 
 
-def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
+def test_experts_without_a_gradient_are_rejected_where_data_ranks_sum_gradients():
     model = own("moe", by="skipping")
     spec = spec_of(model)
     facts = facts_of(spec)
@@ -252,7 +252,7 @@ def test_where_rows_are_not_aligned_experts_run_one_by_one_and_sizes_depend_on_d
     assert facts_of(spec_of(mixtral(intermediate_size=26))).by_data
 
 
-def test_grouped_products_that_torch_lacks_are_refused_by_name():
+def test_grouped_products_that_torch_lacks_are_rejected_by_name():
     pytest.importorskip("transformers")
     spec = spec_of(
         mixtral(experts_implementation="grouped_mm"),

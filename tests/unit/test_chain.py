@@ -255,7 +255,7 @@ def test_tensors_that_bypass_the_layers_are_rejected_by_name(kind):
     assert ALONG[kind] in refused(staged(kind))[1]
 
 
-def test_a_step_that_calls_the_model_twice_is_refused():
+def test_a_step_that_calls_the_model_twice_is_rejected():
     spec = spec_of(
         {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}},
         step={"target": "tests.models_staged:called_twice"},
@@ -349,7 +349,7 @@ def test_a_plan_that_does_not_match_the_model_is_rejected_with_the_mismatch(modu
     assert finding in refused(spec_of(MODELS["pairs"]), module())[1]
 
 
-def test_more_stages_than_layers_are_refused():
+def test_more_stages_than_layers_are_rejected():
     spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
     place, finding, _ = refused(spec)
     assert place == "pipeline.stages"

@@ -53,7 +53,7 @@ def test_dropout_of_hidden_states_alone_is_on_stages(model):
     assert stages_of_module(spec, module, untraced_facts(module, spec)) is not None
 
 
-def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
+def test_layers_that_are_skipped_at_random_are_rejected_whatever_the_seed():
     spec, findings = drawing("dropslayersatonce"), []
     for seed in range(5):
         torch.manual_seed(seed)

@@ -231,7 +231,7 @@ def fault_of(spec: Spec) -> tuple[str, str, str]:
     return fault.place, fault.finding, fault.remedy
 
 
-def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
+def test_rows_that_would_be_read_in_another_way_are_rejected(packed: Path):
     def place_and_remedy(*words: str, **options: int) -> tuple[str, str]:
         place, _, remedy = fault_of(spec_of(packed, *words, **options))
         return place, remedy

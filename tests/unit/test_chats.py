@@ -189,7 +189,7 @@ def test_chats_in_columns_are_chats(tmp_path: Path):
     ],
     ids=["no template", "broken", "none", "no jinja", "hostile", "end"],
 )
-def test_a_folder_that_renders_no_chats_is_refused_by_name(
+def test_a_folder_that_renders_no_chats_is_rejected_by_name(
     tmp_path: Path, capsys: Any, change: Any, words: tuple[str, ...], finding: str
 ):
     chat_folder = save_tokenizer(tmp_path / "tokenizer")

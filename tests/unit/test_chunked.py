@@ -134,7 +134,7 @@ def test_logits_in_a_wider_dtype_are_the_heads():
     assert head_of(Widened(10, 2, 40), with_chunks(5)) == "head"
 
 
-def test_a_fused_loss_is_refused_where_torch_has_none(monkeypatch):
+def test_a_fused_loss_is_rejected_where_torch_has_none(monkeypatch):
     monkeypatch.setattr("ptrain.models.facts.can_fuse", lambda: False)
     with pytest.raises(SpecError, match=r"no linear_cross_entropy.*\n.*Remove `loss.fused`"):
         head_of(necks(), with_chunks(5, fused=True))

@@ -107,7 +107,7 @@ def test_a_plan_that_raises_is_named(axis):
     )
 
 
-def test_a_vocabulary_smaller_than_the_texts_is_refused_by_the_logits_that_were_seen():
+def test_a_vocabulary_smaller_than_the_texts_is_rejected_by_the_logits_that_were_seen():
     spec = spec_of("necks", module="models_external", vocab=100)
     logits = read_facts(spec, allow_import=True).vocabulary
     assert logits == 100

@@ -258,7 +258,7 @@ def fill_new_tensor(odd: Odd) -> None:
         fill_new_tensor,
     ],
 )
-def test_assigned_values_are_the_constructors_or_are_refused(
+def test_assigned_values_are_the_constructors_or_are_rejected(
     change: Callable[[Odd], None],
 ) -> None:
     """A prediction, which does not draw, refuses the same constructors."""

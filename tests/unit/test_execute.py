@@ -72,7 +72,7 @@ def test_the_executed_steps_equal_the_plan():
 
 
 @pytest.mark.parametrize("pair", list(combinations(range(len(NAMES)), 2)), ids=str)
-def test_two_steps_that_change_places_are_refused_or_change_nothing(pair: tuple[int, int]):
+def test_two_steps_that_change_places_are_rejected_or_change_nothing(pair: tuple[int, int]):
     first, second = pair
     plan = lowered()
     steps = list(plan.steps)

@@ -34,7 +34,7 @@ def test_user_code_runs_only_if_allowed():
 
 
 @pytest.mark.parametrize(("target", "finding"), BAD_TARGETS)
-def test_a_target_that_is_no_model_is_refused_with_its_reason(target, finding):
+def test_a_target_that_is_no_model_is_rejected_with_its_reason(target, finding):
     with pytest.raises(PtrainError, match=finding):
         build_model(ExternalModel(target=target), sequence=SEQUENCE, allow_import=True)
 
@@ -107,7 +107,7 @@ def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factor
 
 
 @pytest.mark.parametrize("name", ["calendar", "sys", "tests.models_external"])
-def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name):
+def test_a_name_that_is_taken_elsewhere_is_rejected_with_both_places(folder, name):
     target = beside(folder, name)
     with pytest.raises(SpecError) as raised:
         built(target, folder)

@@ -170,7 +170,7 @@ def test_between_the_sub_blocks_norms_are_seen_to_be_on_slices_of_the_tokens():
 
 
 @pytest.mark.parametrize(("model", "where"), [(shifting, "h.0.attn"), (conv, "h.0.mlp")])
-def test_a_block_that_mixes_tokens_is_refused_with_slices_of_them(model, where):
+def test_a_block_that_mixes_tokens_is_rejected_with_slices_of_them(model, where):
     place, finding = refusal(model(), spec_of("S"))
     assert place == "model.target"
     assert finding.startswith(f"{where} receives other values for a shard of the tokens")

@@ -80,7 +80,7 @@ def test_the_default_attention_is_the_best_of_the_class(hf, kind):
     assert built(hf).config._attn_implementation == kind
 
 
-def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
+def test_attention_that_is_named_and_that_the_class_lacks_is_rejected():
     model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
     with pytest.raises(SpecError, match=r"does not support sdpa(.|\n)*Use `attention=eager`"):
         build_model(model, sequence=SEQUENCE)
@@ -118,7 +118,7 @@ def test_units_may_be_parts_of_blocks():
     )
 
 
-def test_without_transformers_the_remedy_is_to_install_it(monkeypatch):
+def test_without_transformers_the_fix_is_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SpecError, match=r"pip install 'transformers>="):
         built()

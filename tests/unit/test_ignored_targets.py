@@ -124,7 +124,7 @@ def test_a_mask_marks_the_tokens_of_a_file_that_are_no_targets(tmp_path: Path) -
         (None, "No such file"),
     ],
 )
-def test_a_mask_that_does_not_fit_its_tokens_is_refused(
+def test_a_mask_that_does_not_fit_its_tokens_is_rejected(
     tmp_path: Path, mask: np.ndarray | None, finding: str
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.zeros(4000, np.uint16))

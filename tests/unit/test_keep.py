@@ -304,7 +304,7 @@ def test_blocks_that_a_stage_lacks_are_left_out():
     run(module)
 
 
-def test_the_attention_alone_is_refused_where_it_is_no_module():
+def test_the_attention_alone_is_rejected_where_it_is_no_module():
     with pytest.raises(SpecError, match="policy attention needs an attention module"):
         applied(necks(), "layers", (VARIANTS["attention"],))
 

@@ -72,7 +72,7 @@ def test_an_invalid_model_is_rejected_at_once(model):
         measure(model)
 
 
-def test_a_second_step_inside_is_refused():
+def test_a_second_step_inside_is_rejected():
     model, optimizer = _linear()
     with (
         pytest.raises(PtrainError, match="the optimizer starts a second step"),

@@ -181,7 +181,7 @@ def test_shares_without_a_short_cycle_are_approximated():
     ],
     ids=str,
 )
-def test_sources_that_are_none_are_refused(folder: Path, sources: Any, finding: str):
+def test_sources_that_are_none_are_rejected(folder: Path, sources: Any, finding: str):
     with pytest.raises(SpecError) as caught:
         spec_of(folder, sources=sources)
     (fault,) = caught.value.faults

@@ -183,7 +183,7 @@ def test_torch_is_restored_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0+cpu", "3.0"])
-def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: str) -> None:
+def test_a_torch_for_which_nothing_is_written_is_rejected(monkeypatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(PtrainError, match=f"torch {re.escape(version)} is installed") as refusal:
         simulate(small("zero3"))

@@ -235,7 +235,7 @@ def test_an_impossible_export_leaves_no_files(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_checkpoint_that_is_not_whole_is_refused_with_the_remedy(
+def test_a_checkpoint_that_is_not_whole_is_rejected_with_the_fix(
     tmp_path: Path, capsys: Any
 ) -> None:
     run = run_of(save_folder("llama", tmp_path / "in"), tmp_path / "run")
@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"in", "run"}
 
 
-def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_learned_positions_are_rejected(tmp_path: Path) -> None:
     folder = save_folder("gpt2", tmp_path / "in")
     spec = spec_of(folder, "batch.sequence=65")
     with pytest.raises(SpecError, match="it has 64 positions, but a sample has 65 tokens"):

@@ -222,7 +222,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_or_hostile_folder_is_refused(case: str, sound: Path, tmp_path: Path) -> None:
+def test_a_broken_or_hostile_folder_is_rejected(case: str, sound: Path, tmp_path: Path) -> None:
     damage, finding = BROKEN[case]
     for file in sound.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -241,7 +241,7 @@ def test_a_broken_or_hostile_folder_is_refused(case: str, sound: Path, tmp_path:
     ],
     ids=["turned", "lacking"],
 )
-def test_tensors_that_files_have_in_no_known_form_are_refused(
+def test_tensors_that_files_have_in_no_known_form_are_rejected(
     other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.models_with_odd_state import build

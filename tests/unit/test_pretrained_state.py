@@ -74,7 +74,7 @@ def test_the_full_state_of_a_user_model_is_read_and_exported(
     require_state(again, state)
 
 
-def test_other_state_in_another_dtype_is_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
+def test_other_state_in_another_dtype_is_rejected(state: dict[str, Tensor], tmp_path: Path) -> None:
     save_file(state | {"mask": state["mask"].long()}, tmp_path / "in" / "model.safetensors")
     with pytest.raises(SpecError, match="mask is I64, but the model has bool"):
         build_module(spec_of(tmp_path / "in", beside=MARKED), allow_import=True)
@@ -132,7 +132,7 @@ def lacking(folder: Path, word: str) -> None:
     save_file(there, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_folder_that_lacks_a_parameter_is_refused_wherever_the_model_is_to_run(
+def test_a_folder_that_lacks_a_parameter_is_rejected_wherever_the_model_is_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_folder("starcoder2", tmp_path / "in")

@@ -81,7 +81,7 @@ def test_another_architecture_has_other_names():
 
 
 @pytest.mark.parametrize("hf", ["phi3", "olmo2"])
-def test_an_entry_that_gathers_inside_a_block_is_refused_by_name(hf):
+def test_an_entry_that_gathers_inside_a_block_is_rejected_by_name(hf):
     gathers = r"self_attn\.q.*_proj: colwise_\w+ all-gathers the output of a module that is not"
     with pytest.raises(SpecError, match=rf"{gathers}(.|\n)*fused column"):
         of_hugging_face(hf, CONFIG | {"pad_token_id": None})
@@ -146,14 +146,14 @@ def test_an_impossible_plan_is_rejected_with_a_reason(plan, place, finding, reme
     assert found[0] == place and finding in found[1] and remedy in found[2]
 
 
-def test_a_word_of_the_functions_plan_that_is_none_is_refused():
+def test_a_word_of_the_functions_plan_that_is_none_is_rejected():
     model = pairs()
     model.tp_plan = {"head": "sideways"}  # type: ignore[assignment]
     place, finding, remedy = fault(model, spec_of())
     assert place == "model.target" and "head: sideways" in finding and "column" in remedy
 
 
-def test_a_degree_that_does_not_divide_is_refused_once_with_those_that_divide_everything():
+def test_a_degree_that_does_not_divide_is_rejected_once_with_those_that_divide_everything():
     with pytest.raises(SpecError) as caught:
         roles_of_module(pairs(hidden=12), spec_of(tp=5))
     found = [(fault.place, fault.finding, fault.remedy) for fault in caught.value.faults]

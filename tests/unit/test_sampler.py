@@ -223,7 +223,7 @@ def test_the_held_out_split_has_separate_windows():
     assert len(set(local.sample_ids)) == 4
 
 
-def test_a_corpus_shorter_than_a_sample_is_refused():
+def test_a_corpus_shorter_than_a_sample_is_rejected():
     with pytest.raises(
         PtrainError,
         match=r"has 4 tokens, but a sample needs 5\n  remedy: Use a smaller `batch.sequence`",
@@ -238,7 +238,7 @@ def test_a_short_held_out_split_matters_only_to_who_evaluates():
         require_trainable_data(source, make_spec(every=10))
 
 
-def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
+def test_a_token_outside_the_vocabulary_is_rejected_with_the_size_that_fits():
     source, spec = counted(1000), make_spec(vocab=500)
     with pytest.raises(PtrainError, match=r"contains token 999.*\n  remedy: Use `model.vocab=1000"):
         require_trainable_data(source, spec)

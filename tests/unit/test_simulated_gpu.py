@@ -133,7 +133,7 @@ def test_the_stub_driver_is_compiled_and_has_no_context(tmp_path: Path) -> None:
     assert (state, flags.value, is_active.value) == (0, 0, 0)
 
 
-def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_rejects_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "false --of-no-use")
     with pytest.raises(simulated_gpu.StubsNotCompiled, match="does not compile"):
         simulated_gpu._compile_library("driver", tmp_path / "libcuda.so.1")

@@ -177,7 +177,7 @@ def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_that_is_none_is_refused_from_python_too(rank: int) -> None:
+def test_a_rank_that_is_none_is_rejected_from_python_too(rank: int) -> None:
     with pytest.raises(SpecError, match="not a rank of a mesh with 2"):
         simulate(small("ddp"), rank)
 

@@ -128,7 +128,7 @@ def test_without_leave_nothing_of_the_user_is_imported() -> None:
         simulate(of_user("tests.models_external:necks"))
 
 
-def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:
+def test_a_model_that_reads_a_value_is_rejected_and_rehearsed() -> None:
     spec = of_user("tests.unit.test_simulation_models:reading")
     with pytest.raises(SpecError, match="reads the value of a tensor") as refusal:
         simulate(spec, allow_import=True)
@@ -138,7 +138,7 @@ def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_rehearsal_on_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_rehearsal_on_a_gpu_that_is_not_there_is_rejected() -> None:
     spec = load("zero3", ["device=cuda", BATCH]).spec
     with pytest.raises(SpecError, match="no GPU was found for --rehearse"):
         simulate(spec, rehearse=True)

@@ -104,19 +104,19 @@ def test_a_split_of_a_shard_after_its_column_is_rejected(between):
     assert "output of h.*.up" in remedy
 
 
-def test_slices_that_are_put_together_are_refused():
+def test_slices_that_are_put_together_are_rejected():
     finding, _ = finding_of(lambda y: torch.cat((y, y * 2), -1))
     assert "aten::cat concatenates shards of the features" in finding
 
 
 @pytest.mark.parametrize("between", COUNTED)
-def test_heads_of_a_written_number_are_refused_where_their_width_follows(between):
+def test_heads_of_a_written_number_are_rejected_where_their_width_follows(between):
     finding, remedy = finding_of(between)
     assert f"splits the output of h.0.up into {HEADS} heads" in finding
     assert "-1 for the number of heads" in remedy
 
 
-def test_a_layer_that_is_cut_and_called_by_keyword_is_refused():
+def test_a_layer_that_is_cut_and_called_by_keyword_is_rejected():
     model = Model(halves)
     up = model.h[0].up
     model.h[0].forward = lambda x: model.h[0].down(halves(up(input=x)))  # type: ignore[assignment]

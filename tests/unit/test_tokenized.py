@@ -161,7 +161,7 @@ def test_an_unreadable_input_gives_one_message_and_leaves_no_file(
     assert not [*tmp_path.glob("t.npy*")]
 
 
-def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
+def test_a_vocabulary_without_an_end_is_rejected(tmp_path: Path, capsys: Any):
     (tmp_path / "a.txt").write_text("w2")
     path = tokenizer(tmp_path, end=None)
     words = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.npy")]
@@ -174,7 +174,7 @@ def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
     assert FileVocabulary(path, "</s>").end == 1
 
 
-def test_a_name_that_is_no_token_file_is_refused_and_nothing_is_overwritten(
+def test_a_name_that_is_no_token_file_is_rejected_and_nothing_is_overwritten(
     tmp_path: Path, capsys: Any
 ):
     text = tmp_path / "a.txt"

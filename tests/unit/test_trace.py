@@ -126,7 +126,7 @@ def test_an_external_models_facts_come_from_the_module():
     assert sorted(read.gradient_order) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_blocks_that_the_module_lacks_are_refused_as_it_is_read():
+def test_blocks_that_the_module_lacks_are_rejected_as_it_is_read():
     kept = ActivationSpec(by_block=((1, 5, ActivationMode(policy=FULL)),))
     spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
     with pytest.raises(SpecError, match="blocks 1-5, but the model has 2, from 0 to 1"):

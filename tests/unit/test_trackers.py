@@ -186,7 +186,7 @@ def test_a_continuation_has_the_identity_of_the_run_that_it_continues(tmp_path):
     assert continued_run_id(after, "wandb", "auto", "small") == ""
 
 
-def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
+def test_a_package_that_is_not_installed_is_rejected_with_the_fix(monkeypatch):
     """MLflow is not there, and of TensorBoard a folder of that name."""
     packages = {"wandb": "wandb/__init__.py", "tensorboard": None}
     specs = {name: SimpleNamespace(origin=origin) for name, origin in packages.items()}

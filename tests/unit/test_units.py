@@ -111,7 +111,7 @@ def test_blocks_may_be_named():
         ("layers.*.experts", "layers.0.experts is ModuleList, which has no forward call"),
     ],
 )
-def test_a_name_of_no_blocks_is_refused(pattern, finding):
+def test_a_name_of_no_blocks_is_rejected(pattern, finding):
     model = nn.Module()
     model.layers = nn.ModuleList([Mixed(), Mixed()])
     with pytest.raises(SpecError) as caught:

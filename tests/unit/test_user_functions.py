@@ -98,7 +98,7 @@ def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments,
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_step_that_runs_backward_itself_is_refused(detached):
+def test_a_step_that_runs_backward_itself_is_rejected(detached):
     fault = fault_of(spec_of(step=function("backward_step", detached=detached)))
     assert fault.place == "step.target" and "backward_step runs backward: " in fault.finding
     assert fault.remedy.startswith("Return the loss")
@@ -126,7 +126,7 @@ def test_a_step_may_call_the_model_twice_and_modify_its_output():
     assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
 
 
-def test_a_function_with_other_arguments_is_refused_by_their_names():
+def test_a_function_with_other_arguments_is_rejected_by_their_names():
     fault = fault_of(spec_of(loss=function("z_loss", wait=2)))
     assert fault.place == "loss.arguments"
     assert "cannot be called with output, batch, wait" in fault.finding

@@ -65,7 +65,7 @@ def test_ranks_that_share_a_gpu_report_different_hosts_to_nccl(rank, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_an_environment_that_holds_no_number_is_refused_by_name(monkeypatch, name):
+def test_an_environment_that_holds_no_number_is_rejected_by_name(monkeypatch, name):
     good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     for each, value in {**good, name: "one"}.items():
         monkeypatch.setenv(each, value)

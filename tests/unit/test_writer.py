@@ -123,7 +123,7 @@ def test_a_chat_without_a_user_message_is_rejected(run: Path, capsys: Any) -> No
     assert "PROMPT: is missing" in capsys.readouterr().err
 
 
-def test_a_text_without_a_target_is_refused(run: Path) -> None:
+def test_a_text_without_a_target_is_rejected(run: Path) -> None:
     with pytest.raises(PtrainError, match="fewer than two tokens"):
         TextGenerator(run).score("")
 
