@@ -29,7 +29,7 @@ from tests.ranks import fork_server
 
 @pytest.fixture(autouse=True)
 def forked_traces() -> Iterator[None]:
-    """What a rank of cp or tp has is traced in processes that need not import torch."""
+    """Temporarily trace ranks of cp or tp in forked processes that need not import torch."""
     with mock.patch.object(tensor_parts, "Popen", Forked):
         yield
 
@@ -57,7 +57,7 @@ class Forked:
         theirs.close()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what the process wrote and its errors. Raises TimeoutExpired."""
+        """Return the process's output and errors. Raises TimeoutExpired."""
         if self._pipe is None or self.returncode is not None:
             return self._texts
         if not self._pipe.poll(timeout):
@@ -88,7 +88,7 @@ class _Question(io.StringIO):
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a process that is started takes over from the one that starts it."""
+    """The state that a started process inherits."""
 
     folder: str
     path: list[str]

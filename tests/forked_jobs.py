@@ -30,7 +30,7 @@ _CAUGHT = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
-)  # by a parent of ranks; not by what it starts
+)  # by a parent of ranks; not by its children
 _MOST_DESCRIPTORS = 4096
 
 
@@ -81,7 +81,7 @@ def _run_module(
 ) -> None:
     """Run `python -m MODULE ARGUMENTS` in this process."""
     die_with_parent(os.getppid())
-    gc.freeze()  # what the fork server imported: no collection need visit it
+    gc.freeze()  # modules of the fork server, which garbage collection can skip
     os.chdir(cwd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _write_to(output.fileno(), errors.fileno())

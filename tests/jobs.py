@@ -78,7 +78,7 @@ class Job:
         found = {}
         for pid in descendants(self.process.pid):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
-            if name == "rank":  # one that was forked, whose environment /proc does not tell
+            if name == "rank":  # a forked process, whose environment /proc does not show
                 found[int(number)] = pid
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
             named = dict(each.split("=", 1) for each in variables if "=" in each)

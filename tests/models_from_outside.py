@@ -25,7 +25,7 @@ BLOCK_PLAN = {
     "head": "head",
 }
 
-# What a spec says of nanoGPT, whose code says nothing.
+# A spec's plan for nanoGPT, which has none.
 NANO_PLAN = {
     "transformer.wte": "vocabulary",
     "transformer.h.*.attn": "whole input",

@@ -63,7 +63,7 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {name: size for name, size in _NO_DIM.items() if name != "num_key_value_heads"},
     ),
-    "phimoe": ("Phimoe", {**_NO_DIM, **_EXPERTS}),  # a router too, and experts stand one by one
+    "phimoe": ("Phimoe", {**_NO_DIM, **_EXPERTS}),  # a router too, and experts are separate tensors
     "deepseek_v3": (  # a buffer that files have
         "DeepseekV3",
         {

@@ -17,12 +17,12 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import LAYOUTS
 
-Written = Mapping[str, Any]  # a spec as it stands in a file
+Written = Mapping[str, Any]  # a spec as written in a file
 LabelsOf = Callable[[Written], Iterator[str]]
 
 SEED, NUMBER = 30, 300
 FEWEST = 3  # specs that have a choice
-_MORE = 4  # times as many that are drawn on for what is rare
+_MORE = 4  # factor of additional draws for rare choices
 OFTEN = 0.22  # the share of specs in which a dial is not at its default
 
 REPLICATED, SPREAD, SHARDED, MADE = "R,R,R", "R,S,R", "S*,S,S", "M,S,S"

@@ -30,7 +30,7 @@ from ptrain.spec.shorthand import EXPERTS, REST, route_of
 from ptrain.spec.spec import Spec
 from tests.adversary.key_values import LIMITS, values
 
-Written = dict[str, Any]  # a spec as it stands in a file
+Written = dict[str, Any]  # a spec as written in a file
 
 MOST_RANKS, MOST_PASSES = 4096, 12  # passes: micro-batches x blocks of a rank
 SMALL: Mapping[str, int] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262}
@@ -238,7 +238,7 @@ def _changed(written: Written, place: str, value: object, refused: Counter[str])
     for name in above:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            return None  # a word stands for the section
+            return None  # a word abbreviates the section
     if node.get(key, "") == value:
         return None
     node[key] = value

@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 
-UNSPLIT = 2**20  # what is left of a block is not split off for less
+UNSPLIT = 2**20  # the allocator splits off only larger remainders of a block
 SMALL = 4096  # semaphores and the like, and their rounding
 BATCH, HEADS, SEQUENCE = 2, 8, 1024
 

@@ -29,7 +29,7 @@ SMALL = (
 )  # fmt: skip
 ACCUMULATED = (4, 1)  # micro-batches of a rank; one where gradients do not outlive backward
 MOST_RANKS = 4  # of a spec that is run
-DROPLESS = "dropless"  # behind the name of a spec that gives experts places
+DROPLESS = "dropless"  # suffix of a spec that gives experts a capacity
 _LESS = ("model.layers=2",)  # of which one device in fp64 runs each expert by itself
 SPECS = Path(__file__).parents[2] / "specs"
 STRATEGIES = sorted(path.stem for path in (SPECS / "strategies").glob("*.yaml"))

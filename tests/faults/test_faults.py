@@ -1,4 +1,4 @@
-"""Faults that are planted in running programs: the verdict fails, and says what is wrong. All of
+"""Faults planted in running programs: the verdict fails and names the fault. All of
 them at night."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_a_fault_is_caught_and_localised_and_its_cause_is_named_rightly_or_not_a
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", UNDETECTABLE)
-def test_what_lies_below_the_band_is_what_is_said_to(ranks: Ranks, name: str) -> None:
+def test_the_matrix_below_the_band_matches_its_description(ranks: Ranks, name: str) -> None:
     assert not tried(ranks, name).caught
 
 

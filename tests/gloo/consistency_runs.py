@@ -41,7 +41,7 @@ class ConsistencyReport:
     shared: int
     steps: int = 0
     names: tuple[str, ...] = ()  # of those things, or kinds of calls
-    draws: bool = False  # whether states of generators are among what is compared
+    draws: bool = False  # whether generator states are compared
 
 
 def train_and_check(spec: Spec, steps: int, fault: Fault | None = None) -> ConsistencyReport:

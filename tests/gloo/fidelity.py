@@ -56,7 +56,7 @@ def transformers_model(kind: str, config: Mapping[str, Any], **sections: Any) ->
     return {"model": {"hf": kind, "config": dict(config)}, **sections}
 
 
-# What a spec says beside mesh and placement.
+# Further keys of a spec.
 MODELS: dict[str, dict[str, Any]] = {
     "plain nanoGPT": user_model("nano"),
     "nested and tied": user_model("nested"),
@@ -101,7 +101,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 # roundings: 6e-8 in each of 25 norms, in every step.
 IN_FP32 = Tolerances(losses=1e-6, gradient_norms=1e-5, parameters=1e-5)
 TOLERANCES = {"gemma2": IN_FP32, "gemma3": IN_FP32}
-# Plans that a spec writes on tp, of models whose code says nothing.
+# tp plans in the spec for models without a plan.
 PLANS = {name: {"tensor": {"plan": NANO_PLAN}} for name in ("plain nanoGPT", "(logits, loss)")}
 # Cells that are refused, with the words of the refusal.
 DEBTS = {

@@ -163,7 +163,7 @@ def _fsdp2(fault: str) -> LoopVerdict:
             norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in local]))
             for each in local:
                 each *= min(1.0, clip / float(norm))
-        elif fault != "twice":  # what was divided twice is below the clip
+        elif fault != "twice":  # a twice divided norm is below the clip limit
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         model.zero_grad()

@@ -109,7 +109,7 @@ class HostReads(TorchFunctionMode):
 
 @contextmanager
 def simulated_device(*, is_played: bool = True) -> Iterator[None]:
-    """Temporarily treat the CPU as a device that runs behind its host."""
+    """Temporarily treat the CPU as an asynchronous device."""
     with pytest.MonkeyPatch.context() as patch:
         if is_played:
             patch.setattr(loop, "DeviceQueue", SimulatedQueue)

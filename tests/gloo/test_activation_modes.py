@@ -53,7 +53,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "inputs": {"activations": "M@host"},
     "mixed": {"activations": {"0": "M", "1": "O", "2": "R", "3": "M@file"}},
 }
-OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
+OF_PARTS = ("offload", "files")  # recomputed layers gather full inputs
 # Of eager attention, which saves scores and lets them go: these say it for all.
 WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
 SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")

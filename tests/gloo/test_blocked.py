@@ -129,7 +129,7 @@ def _overlapped() -> float:
     return stopwatch.rows()[0].seconds
 
 
-def test_what_computing_hides_is_not_waited_for(ranks: Ranks) -> None:
+def test_overlapped_communication_is_not_counted_as_waiting(ranks: Ranks) -> None:
     assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _overlapped))
 
 
@@ -139,7 +139,7 @@ def _of_another_group() -> int:
     return len(stopwatch.rows())
 
 
-def test_what_is_said_outside_the_program_is_left_out(ranks: Ranks) -> None:
+def test_collectives_outside_the_program_are_excluded(ranks: Ranks) -> None:
     assert ranks.run(2, _of_another_group) == [0, 0]
 
 

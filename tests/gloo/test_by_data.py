@@ -62,7 +62,7 @@ def data_dependent_spec(model: dict[str, Any], column: str, **precision: str) ->
         for column in COLUMNS
     ],
 )
-def test_what_depends_on_data_lies_within_bounds_and_equals_one_device(
+def test_data_dependent_sizes_lie_within_bounds_and_training_equals_one_device(
     ranks: Ranks, name: str, column: str
 ) -> None:
     if "hf" in MODELS[name]:
@@ -77,7 +77,7 @@ def test_what_depends_on_data_lies_within_bounds_and_equals_one_device(
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_grouped_products_are_exact(ranks: Ranks, name: str, column: str) -> None:
-    """As a spec has them that says nothing of experts."""
+    """Return the figures of a spec without experts."""
     pytest.importorskip("transformers")
     config = {key: value for key, value in MODELS[name]["config"].items() if key not in BY_EXPERT}
     result = run_spec(ranks, data_dependent_spec({"hf": name, "config": config}, column))

@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
     assert len(complaints) == 1 and data.name in complaints[0]
 
 
-def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_one_that_is_due(saved):
+def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved):
     program = single_device_state()
     exchange, run = Exchange(program.world), RunFolder(saved.parents[1])
     newer = checkpoint.save(program, saved.parent, 2, exchange)
@@ -221,7 +221,7 @@ def test_another_optimizer_text_seed_or_batch_is_reported():
     assert not list(manifest.difference_lines({}, other.spec))
 
 
-def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
+def test_a_manifest_of_an_older_format_is_compared_by_its_entries():
     spec = single_device_state("train.seed=7", "optimizer.lr=0.5").spec
     was = {
         "optimizer.name": "sgd",
@@ -241,7 +241,7 @@ def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
         resume_training(program, run, str(saved), Exchange(program.world))
 
 
-def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
+def test_a_run_without_checkpoints_is_reported(tmp_path):
     program, run = single_device_state(), RunFolder(tmp_path / "run")
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(

@@ -34,7 +34,7 @@ def _norms() -> list[tuple[int, float, float]]:
     return seen
 
 
-def test_norms_of_buckets_are_those_of_gradients_and_a_gradient_of_somebody_else_counts(
+def test_norms_of_buckets_equal_norms_of_gradients_including_a_replaced_gradient(
     ranks: Ranks,
 ) -> None:
     for seen in ranks.run(2, _norms):

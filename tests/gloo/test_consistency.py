@@ -61,7 +61,7 @@ def small_spec(name: str, *more: str) -> Spec:
 
 
 @pytest.mark.parametrize("name", strategies())
-def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
+def test_a_correct_program_has_no_difference(ranks: Ranks, name: str) -> None:
     spec = small_spec(name)
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
@@ -141,7 +141,9 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
     spec = small_spec(name, *more)
     fault = flip_bit(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
     for seen in ranks.run(spec.world_size, train_and_check, spec, 3, fault):
-        assert len({mismatch.rank for mismatch in seen.mismatches}) == 2  # which, two cannot say
+        assert (
+            len({mismatch.rank for mismatch in seen.mismatches}) == 2
+        )  # two differing ranks do not identify the wrong one
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.place) == (axis, tensor)
 
@@ -163,7 +165,7 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
         (faults.reset_seed, Subject.RANDOM, SHARED, (GPT,)),
     ],
 )
-def test_what_departs_is_named_by_state_and_factor(
+def test_a_difference_is_named_by_state_and_factor(
     ranks: Ranks, fault: runs.Fault, subject: Subject, factor: str, more: tuple[str, ...]
 ) -> None:
     constant = "optimizer.schedule={warmup: 0}"
@@ -211,9 +213,7 @@ def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
         assert "gradients" in seen.root_cause.place
 
 
-def test_training_stops_before_what_the_ranks_disagree_on_is_saved(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_training_stops_before_saving_differing_replicas(ranks: Ranks, tmp_path: Path) -> None:
     fault = flip_bit(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
     every = ("train.steps=9", "checkpoint.every=2", "consistency_every=7", "eval.every=0")
     folder = tmp_path / "run"

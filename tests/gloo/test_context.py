@@ -20,7 +20,7 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 # As many keys as queries; fewer, and a tied head; a tied head and learned positions.
 MODELS = ("llama", "gqa", "gpt")
-# What a rank does depends on the number of ranks, so each kind of ring has four once.
+# A rank's work depends on the number of ranks, so each kind of ring runs on four once.
 ALONE = {
     ("all-gather", "gqa", 2), ("ulysses", "gpt", 2), ("zigzag", "gqa", 4), (HYBRID, "gqa", 4),
 }  # fmt: skip
@@ -46,7 +46,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "O"},
     {"loss": {"chunk": 4}},
 )
-# Two axes beside cp, on eight ranks.
+# Two axes with cp, on eight ranks.
 TWO_OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
     (REPLICAS, {"dp_replicate": "ddp", **ZERO3}),
     (SHARDED, {"dp_replicate": "ddp", **ZERO3}),

@@ -57,7 +57,7 @@ def dropout_spec(attention: str, model: str = "gqa", **sections: Any) -> Spec:
 
 
 OWN: dict[str, dict[str, Any]] = {
-    "gpt2": {"hf": "gpt2", "config": GPT2 | {"attn_pdrop": 0.0}},  # behind embedding, sub-blocks
+    "gpt2": {"hf": "gpt2", "config": GPT2 | {"attn_pdrop": 0.0}},  # after embedding, sub-blocks
     "opt": {"hf": "opt", "config": OPT},  # of all samples' tokens in one dimension
     "module": {"target": "tests.models_sliced:dropping"},
     "flat": {"target": "tests.models_sliced:dropping", "arguments": {"kind": "flat"}},

@@ -62,7 +62,7 @@ def dial(row: str, is_default: bool = False, **turned: Any) -> Any:
     return pytest.param(chosen, id=str(chosen), marks=marks)
 
 
-SHORT = True  # what the short run of the suite has
+SHORT = True  # the default subset
 DIALS = (
     dial("ddp", SHORT, overlap="none", bucket="32 KiB"),
     dial("ddp", overlap="none", bucket="per-tensor", accumulate=3),
@@ -178,7 +178,7 @@ def test_a_run_continues_under_another_placement(
     assert set(moved) == set(after)
 
 
-# -- what is left over
+# -- remaining memory
 
 
 def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:

@@ -47,7 +47,7 @@ def test_in_true_dtypes_losses_stay_within_the_band_of_their_rounding(
     assert not failed_checks(compare(reference, outcome.trajectory, tolerances))
 
 
-def test_the_band_of_zero16_is_narrower_than_what_training_does_to_the_loss(runs: Runs) -> None:
+def test_the_band_of_zero16_is_narrower_than_the_loss_decrease(runs: Runs) -> None:
     case = strategy_case("zero3", 2, layout="zero16", accumulate=4)
     reference = runs.reference(case)
     fall = 1 - min(reference.losses) / reference.losses[0]

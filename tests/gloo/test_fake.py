@@ -52,7 +52,7 @@ def _run(spec: Spec, rank: int) -> Estimate:
 
 
 @pytest.mark.parametrize(("layout", "rank"), [("fp32", 3), ("zero16", 0)])
-def test_zero3_on_fake_ranks_and_fake_tensors_does_what_was_predicted(
+def test_zero3_on_fake_ranks_and_fake_tensors_runs_as_predicted(
     ranks: Ranks, layout: str, rank: int
 ) -> None:
     spec = strategy_case("zero3", 4, layout=layout, accumulate=2).spec()

@@ -16,7 +16,7 @@ needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)"
 )
 
-# State, axis, factor, and what the place begins with.
+# State, axis, factor, and the prefix of the place.
 NAMED = {
     "accumulation": ("loss", "", "local normalisation, × 0.8 to × 2", "embed.weight"),
     "sequence_parallelism": (
@@ -42,7 +42,7 @@ MARKS = {
     "fsdp2_twice": (nightly,),
     "fsdp2_optimizer": (nightly,),
 }
-# Told down to which module backward is right, and no more is claimed.
+# Backward is right down to the named module; no more is claimed.
 UNEXPLAINED = {"gathered_context", "balance_per_rank", "counts_overwritten"}
 EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in field_stories.STORIES]
 

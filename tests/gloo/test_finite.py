@@ -160,7 +160,7 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_all_before_the_update(
 @pytest.mark.parametrize(
     ("name", "more", "num_holders"),  # of the element, and so of what follows
     [
-        ("zero1", (UNCLIPPED, "placement.dp_shard=R,S,M,R"), 1),  # gathers what was updated
+        ("zero1", (UNCLIPPED, "placement.dp_shard=R,S,M,R"), 1),  # gathers the updated parameters
         pytest.param("optimizer-in-backward", (), 2, marks=nightly),
         pytest.param("zero1", (UNCLIPPED, "placement.dp_shard=O,O,M,R"), 1, marks=nightly),
     ],

@@ -126,7 +126,7 @@ def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: s
 
 
 USED_UP = ("batch.accumulate=1", "batch.micro=4", "optimizer.clip=null")
-FLAT = {  # what one flat buffer of a unit knows and the other does not, by what reaches it
+FLAT = {  # gradients reach one flat buffer of a unit and not the other
     "gathered alone": ("zero3", "placement.dp_shard=S*,R,R,R"),
     "ahead": ("zero3", "placement.dp_shard=S*,R,S,R", "prefetch=1", "overlap=backward"),
     "kept": ("zero3", "placement.dp_shard=S*,R,S,R", "sync.reshard_after_backward=false"),

@@ -234,7 +234,7 @@ def require_equal(left: Values, right: Values) -> bool:
 def test_a_non_finite_gradient_is_reported_late_and_stops_updates(
     ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...]
 ) -> None:
-    """The gradient of the third step; the fourth is launched before the host knows."""
+    """The gradient of the third step; the fourth is launched before the host reads it."""
     words = (name, *SMALL, "train.steps=6", "checkpoint.every=2", *more)
     size = load(name).spec.world_size
     waits = ranks.run(size, train_on_rank, words, str(tmp_path / "waits"), False, 2)

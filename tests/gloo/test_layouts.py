@@ -265,7 +265,7 @@ def refuse_different_model(spec: Spec, what: str) -> str:
         value = parameter.detach().double() if what == "dtype" else parameter.detach()[:-1].clone()
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(value))
     try:
-        if what == "dtype":  # what is interpreted is cast to the spec's
+        if what == "dtype":  # the program's model is cast to the spec's dtypes
             require_equal_models(module, spec.precision.layout, world)
         interpret(spec, module, world)
     except SpecError as error:

@@ -54,7 +54,7 @@ def test_a_sound_loop_holds_in_coarser_dtypes(
     assert told[0]["holds"], told[0]["text"]
 
 
-# What is named: state, axis, the factor, and the place or a part of it.
+# Expected: state, axis, factor, and the place or a part of it.
 NAMED = {
     ("ddp", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),
     ("fsdp2", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),

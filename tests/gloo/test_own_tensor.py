@@ -83,7 +83,7 @@ def test_user_models_over_tp_in_true_dtypes_are_exact(ranks: Ranks, layout: str,
 
 
 @pytest.mark.nightly
-def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
+def test_the_plan_of_a_user_function_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     assert not MATRIX.differences(ranks, user_tensor_spec("pairs"))
 
 

@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-# What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
+# Expected: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and the replay.
 ALL, ONE = [0, 1], [1]
 NAMED = {
     "resumed": (

@@ -22,7 +22,7 @@ def check_names(trapped: TrapReport) -> str:
     return "\n".join(check.name for check in trapped.failing)
 
 
-def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks: Ranks) -> None:
+def test_the_verdict_reports_a_sharding_plugin_dropped_on_a_cpu(ranks: Ranks) -> None:
     trapped = trap_reports(ranks, "cpu")
     assert trapped.ran.startswith("DistributedDataParallel")
     for state in ("parameters", "optimizer", "gradients"):
@@ -31,7 +31,7 @@ def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks:
     assert "all_reduce backward gradients" in check_names(trapped)  # came, and none was predicted
 
 
-def test_a_policy_whose_argument_is_lost_leaves_one_unit_and_the_verdict_says_so(
+def test_the_verdict_reports_one_unit_if_a_wrap_policy_loses_its_argument(
     ranks: Ranks,
 ) -> None:
     trapped = trap_reports(ranks, "policy")

@@ -54,7 +54,7 @@ STAGES: list[Any] = [
     nightly("gpt", "zero-bubble", FOUR, {"pipeline": {"stages": 8, "split": "layers"}}),
 ]
 # Each factorization of four ranks in this order: data ranks, tp, tp and slices, ZeRO-1 to 3, none.
-# By default each axis beside pp once; ZeRO-3 beside it stands in POLICIES, none in STAGES.
+# By default each axis with pp once; ZeRO-3 with pp is in POLICIES, none in STAGES.
 BY_DEFAULT = (0, 2, 4)
 OF_FOUR: list[Any] = [
     ("gpt-tied", "1f1b", {}),

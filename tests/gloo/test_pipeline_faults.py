@@ -109,7 +109,7 @@ def error_on_rank(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
         layer.register_forward_hook(breaking_hook(fault))
         if fault is Fault.BATCH:
             local = replace(local, tokens=local.tokens[:6])
-    dist.barrier()  # nobody is late but by the fault
+    dist.barrier()  # only the fault delays a rank
     try:
         getattr(program, verb)(local)
     except RankFailed as error:
@@ -232,7 +232,7 @@ def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_
     assert "stage 0: waiting for rank 1 (stage 1) to " in job.error
 
 
-@pytest.mark.nightly  # by default the ranks say it on the pool, above
+@pytest.mark.nightly  # by default the test above checks pooled ranks
 @pytest.mark.parametrize("launcher", ["ptrain", "torch.distributed.run"])
 def test_a_stage_that_raises_ends_the_job_with_its_message_only(tmp_path, launcher):
     (tmp_path / "sitecustomize.py").write_text(RAISES_ON_RANK_1)

@@ -78,7 +78,7 @@ def save_initial_state(spec: Spec, folder: str) -> float:
         ),
     ],
 )
-def test_ranks_begin_with_what_the_files_have(
+def test_ranks_start_with_the_values_of_the_files(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
     folder = save_folder(case, tmp_path / "in")
@@ -166,7 +166,7 @@ def save_initial_class(spec: Spec, folder: str) -> ReadBytes:
         ),
     ],
 )
-def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
+def test_ranks_with_a_transformers_class_start_with_the_values_of_the_files(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
     folder = save_folder(case, tmp_path / "in")
@@ -216,7 +216,7 @@ def test_a_tied_class_trains_as_on_one_device(ranks: Ranks, placement: str, tmp_
     assert expected[0] - expected[2] > 0.01
 
 
-# Of one's own: what its folder was drawn with.
+# User model: the arguments of its folder.
 OWN = {"own": "", "own, untied": "tied: false", "own, routed": "routed: true, tied: false"}
 
 

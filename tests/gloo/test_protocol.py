@@ -104,7 +104,7 @@ def test_a_trajectory_stops_at_the_first_mismatch_and_lists_the_skipped_steps(
     assert ("nan" in why) is (otherwise is ProgramChanges.LATE_NAN)
     assert not found.holds
     assert found.notes[-1] == "trajectory in fp64 fails: trajectory in own dtypes not checked"
-    assert found.root_cause is not None  # the steps up to there, beside one device
+    assert found.root_cause is not None  # the steps up to there, compared with one device
     assert found.root_cause.step == LATE
 
 

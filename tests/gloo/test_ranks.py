@@ -80,7 +80,7 @@ def test_the_ranks_stay_up_between_calls() -> None:
         ranks.close()
 
 
-def test_an_exception_comes_back_with_its_rank_and_traceback(ranks: Ranks) -> None:
+def test_an_exception_is_returned_with_its_rank_and_traceback(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="the cause") as caught:
         ranks.run(2, _raise_on_rank_one)
     assert "_raise_on_rank_one" in caught.value.causes[1]

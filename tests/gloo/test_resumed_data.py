@@ -197,7 +197,7 @@ def test_each_sample_is_seen_once_though_the_batch_changes_at_every_resume(
     )
 
 
-def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
+def test_a_checkpoint_without_samples_counts_steps_of_its_batch(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     earlier = Path(__file__).parents[1] / "fixtures" / "5a419e96"

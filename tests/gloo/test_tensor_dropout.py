@@ -31,7 +31,7 @@ STEPS, DROPOUT, LAYERS = 3, 0.1, 2
 HEADS_OR_TOKENS = 1  # the dimension of attention's heads, and of the residual stream's tokens
 SEQUENCE = 16
 Masks = list[torch.Tensor]
-# not built in: dropout in attention and behind the MLP; of transformers behind the embedding too
+# user models: dropout in attention and after the MLP; in transformers after the embedding too
 FOREIGN: dict[str, dict[str, Any]] = {
     "own": {"target": "tests.models_from_outside:dropping", "arguments": {"layers": LAYERS}},
     "gpt2": {"hf": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}},
@@ -57,7 +57,7 @@ class MaskRecorder(TorchDispatchMode):
         if func is torch.ops.aten.bernoulli_.float and torch.is_grad_enabled():
             if self.replayed is not None:
                 mask = next(self.replayed, None)
-                if mask is None:  # the first batch's loss once more, behind the last step
+                if mask is None:  # the first batch's loss again, after the last step
                     return result
                 result.copy_(mask)
             own = result.to_local() if isinstance(result, DTensor) else result

@@ -171,7 +171,7 @@ def test_zero1_on_two_ranks_continues_as_zero3_on_four_with_equal_losses(
         assert after[step] == pytest.approx(before[step], rel=1e-12)
 
 
-def test_json_prints_the_record_and_nothing_else(continued_run):
+def test_json_prints_only_the_record(continued_run):
     record = json.loads(continued_run.output)
     assert record["spec"] == "zero3"
     assert record["world_size"] == 4

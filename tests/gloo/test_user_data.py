@@ -111,7 +111,7 @@ def z_loss_spec(model: str, axis: str, **more: Any) -> Spec:
         ("loss", "pp"),
     ],
 )
-def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks, section, axis):
+def test_a_function_may_view_its_batch_at_the_predicted_cost(ranks: Ranks, section, axis):
     names = {"loss": "viewed", "step": "viewed_step"}
     without = {"loss": None} if section == "step" else {}
     function = {"target": f"tests.models_losses:{names[section]}"}

@@ -41,7 +41,7 @@ def test_a_failed_verdict_exits_1_and_lists_the_differences(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "expected"), [([], 0), (["--strict"], 1)], ids=str)
-def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, option, expected):
+def test_a_training_exits_1_for_its_verdict_only_on_request(ranks, tmp_path, option, expected):
     wanted = ("ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option)
     ends = sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run")
     assert {end.code for end in ends} == {expected}, ends[0].error

@@ -1,4 +1,4 @@
-"""Two things that accelerate is asked for and silently does not do, told by meters on its model.
+"""Two requests that accelerate silently ignores, detected by meters on its model.
 
 1. Sharding on a CPU: with `cpu=True` an FSDP plugin is dropped, and DDP trains.
 2. A wrap policy in the form that torch documents, `functools.partial(transformer_auto_wrap_policy,

@@ -289,7 +289,7 @@ CASES = {
     "other rate on one rank": Case(OtherRateOnOneRank),
     "written after": Case(WrittenAfter),
 }
-# Of what a rank's piece does not tell all.
+# A rank's shard does not determine this update.
 APART = {
     "clip by copies": Case(ClippedByAllCopies, Clipped),
     "zero": Case(ZeroOptimizer, SingleGroup),

@@ -1,4 +1,4 @@
-"""What the context axis costs, in closed form: a second opinion beside the derivation.
+"""The cost of the context axis in closed form, independent of the derivation.
 
 Counted from what the variants mean, of one layer, one micro-batch and one rank. s tokens of a
 sample, b samples, n_q heads and n_kv of keys and values on the rank (of those that tp leaves it), d
@@ -31,7 +31,7 @@ from ptrain.steps.step import ContextParallel
 
 Exchange = tuple[Collective, Phase]
 Exchanged = tuple[int, int]  # calls, and the bytes that a rank sends in all of them
-_ACCUMULATED = 4  # bytes: sums of gradients are in fp32, or in what the model computes in if wider
+_ACCUMULATED = 4  # bytes: sums of gradients are in fp32, or in the compute dtype if wider
 
 
 def tokens(step: ContextParallel) -> int:
@@ -60,7 +60,7 @@ def _exchanges(
     theta, kappa = queries(spec, shape, step), keys_and_values(spec, shape, step)
     both = Phase.FORWARD, Phase.BACKWARD
     if ulysses > 1:
-        for phase in both:  # q, k, v there; what was attended to back
+        for phase in both:  # q, k, v sent; the attention output returned
             size = (2 * theta + kappa) * (ulysses - 1) // ulysses
             yield Collective.ALL_TO_ALL, phase, 4, size
     if step.gathers:

@@ -1,4 +1,4 @@
-"""What the pipeline axis costs, in closed form: a second opinion beside schedules and derivation.
+"""The cost of the pipeline axis in closed form, independent of schedules and derivation.
 
 Written from what the literature says of each schedule, and reading neither a schedule's order nor
 the exchanges that follow from it; sizes and chunks in flight are `axes.pipeline.cost`'s.

@@ -1,4 +1,4 @@
-"""What the tensor axis costs, in closed form: a second opinion beside the derivation.
+"""The cost of the tensor axis in closed form, independent of the derivation.
 
 Counted from what the axis means, not from the tables, facts or roles that the derivation reads: of
 a rank's elements, of its collectives, and of those bytes whose number follows from the loss and
@@ -78,7 +78,7 @@ def parameters(
     has_whole_experts: bool = False,
 ) -> int:
     """Return the elements of Theta that rank `index` of `degree` has of a span, with
-    `has_whole_experts` but for experts that are nobody else's.
+    `has_whole_experts` without experts that only this rank has.
 
     A matrix is cut into `degree` parts, with its bias where its outputs are cut; norms, positions
     and the biases behind a sum are whole on every rank. A tied head of a span that does not reach
@@ -212,7 +212,7 @@ def _calls(
     # Of experts that are whole on a rank nothing is a sum.
     with_experts = _with_experts(shape, span)
     apart = with_experts if spec.tensor.is_folded else 0
-    # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
+    # Attention and MLP each end in a sum; the embedding sums the ranks' vocabulary shards.
     sums = 2 * layers - apart + span.is_first
     # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
     dense = 1 + shape.activation.is_gated if step.is_naive else 1

@@ -169,7 +169,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
 
 
 def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:
-    """What the two say differently."""
+    """Return the figures that differ."""
     formulas = in_closed_form(spec, plan, facts, is_fresh=is_fresh)
     life = by_life(spec, plan, facts, is_fresh=is_fresh)
     return [

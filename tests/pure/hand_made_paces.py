@@ -1,4 +1,4 @@
-"""Machines made by hand: an operation takes a second, and everything else what a test says."""
+"""Hand-written cost models: an operation takes a second, and the rest is set by a test."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def model(
     front: tuple[int, int] = (0, 0),
     behind: tuple[int, int] = (0, 0),
 ) -> ModelWork:
-    """Equal layers, and what stands around them."""
+    """Return identical layers with an embedding and a head."""
     alike = layer(forward, backward)
     return ModelWork(front=layer(*front), layers=(alike,) * layers, behind=layer(*behind))
 

@@ -23,7 +23,7 @@ TUPLES = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": WHOLE, "ep": WHOLE
 
 
 def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sections) -> Spec:
-    """Of 8 micro-batches of one sample, if nothing else is said; not always a legal one."""
+    """Return a spec, by default with 8 micro-batches of one sample; it may be illegal."""
     mapping = {
         "model": SHAPE,
         "mesh": mesh,

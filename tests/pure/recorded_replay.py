@@ -1,4 +1,4 @@
-"""The life of two flat units in a room that writes down what it is asked for."""
+"""The replay of two flat units in a runtime that records its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 
 
 class Written(GhostRuntime):
-    """A room that writes down what it is asked for, in `events` of its reader."""
+    """A runtime that records its calls in `events` of its reader."""
 
     @property
     def _events(self) -> list[str]:
@@ -65,7 +65,7 @@ def _when(is_awaited: bool) -> str:
 
 
 class Pages(Tape):
-    """A tape with what was asked for beside it, by phase."""
+    """A tape with the recorded calls by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Pages(Tape):
 
 
 def write_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lives are played in rooms that write; every storage is written down as it is made."""
+    """Temporarily replay in recording runtimes; every allocation is recorded."""
     monkeypatch.setattr("ptrain.derivation.flat.GhostRuntime", Written)
     make = Storage.__init__
 
@@ -87,7 +87,7 @@ def write_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
-    """Nothing overlaps, unless the dials say so."""
+    """Open a step without overlap, unless the options request it."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     plan = plan.replace_steps(replace(plan.wrap, **{"overlaps": False, **dials}))
@@ -102,7 +102,7 @@ def opened_plan(spec: Spec, plan: Plan) -> tuple[Pages, Flat]:
 
 
 def step(pages: Pages, flat: Flat) -> Iterator[tuple[Phase, list[str]]]:
-    """One step, phase by phase, with what it asked for."""
+    """Replay one step and return its calls by phase."""
     num = flat.scene.plan.accumulate.micro_batches
     pages.events = []
     for index in range(num):

@@ -1,4 +1,4 @@
-"""What the ranks of a plan keep, and a step of theirs, without the rest of a prediction."""
+"""The resident memory of a plan's ranks and a replayed step, without a full prediction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> ByRank[Footprint]:
 def flight(
     spec: Spec, facts: ModelFacts, machine: Machine | None = None, plan: Plan | None = None
 ) -> Flight:
-    """Return what a step has in flight, its peaks and, with a machine, its time."""
+    """Return a step's transfers in flight, its peaks and, with a cost model, its time."""
     plan, schedule = plan or lower(spec, facts), schedule_of(spec)
     stages = pipeline.staged(spec, plan, facts)
     timing = machine.of_step(spec, plan, facts, schedule) if machine else None
@@ -36,5 +36,5 @@ def transient(played: Flight) -> int:
 
 
 def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
-    """Return what every rank sends for its units: once (setup) and in each step."""
+    """Return every rank's traffic for its units: once (setup) and in each step."""
     return add_traffic((*ghost.traffic(None), *norm_traffic(ghost)))

@@ -18,7 +18,7 @@ def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
 
 
 def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
-    """A run with checkpoints of these steps, as far as their manifests say."""
+    """Return a run with manifests of checkpoints of these steps."""
     paths = [run / "checkpoints" / manifest.folder_name(step) for step in steps]
     for path, step in zip(paths, steps, strict=True):
         path.mkdir(parents=True)

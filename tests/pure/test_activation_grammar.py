@@ -37,7 +37,7 @@ def tuple_with(mode):
 
 
 def loaded(**changes):
-    """The spec, which is the same when it is loaded from what it resolves to."""
+    """Return the spec, and require that its resolved form loads to the same spec."""
     spec = load(BASE | ZERO3 | changes).spec
     assert load(spec.resolved).spec == spec
     return spec

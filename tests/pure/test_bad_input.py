@@ -32,7 +32,7 @@ def refused(path: Path | str, *overrides: str, world_size: int | None = None) ->
     return caught.value
 
 
-# What is replaced in GOOD, by what; then place, finding and remedy (a part of each).
+# Text to replace in GOOD, its replacement; then place, finding and fix (a part of each).
 LINES = [
     # unknown, missing and doubled keys
     ("name: good", "nmae: good", "nmae", "unknown key 'nmae'", "Did you mean 'name'"),

@@ -122,7 +122,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert 384 < result.makespan < 384 + 3 * 6
 
 
-# -------- what is held, what is sent
+# -------- chunks and messages
 
 
 @pytest.mark.parametrize("name", [ScheduleName.GPIPE, ScheduleName.BFS])

@@ -273,7 +273,7 @@ def rewrite(path: Path, text: str, age: float = 3600.0) -> None:
 
 
 class Importing(Reader):
-    """Imports the user's module anew, as another process does."""
+    """An importer that reloads the user's module, as another process does."""
 
     def __call__(self) -> ModelFacts:
         for name in ("cached_model", "cached_layers"):

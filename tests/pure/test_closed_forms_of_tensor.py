@@ -114,7 +114,7 @@ def expected_over_tp(spec: Spec, step: Parallelize) -> dict[CallKey, Sent]:
 
 
 def peak(estimate: Estimate, phase: Phase, rank: int) -> int:
-    """Bytes above what lives for the whole step."""
+    """Return the peak above memory that lives for the full step."""
     lives = sum(
         estimate.bytes_of(state, rank) for state in (State.PARAMETERS, State.OPTIMIZER, State.OTHER)
     )

@@ -37,7 +37,7 @@ CULPRIT = RootCause(
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
-    """What a command prints that must end with `code`."""
+    """Return the output of a command that must exit with `code`."""
 
     def run(*words: str | Path, code: int = 0) -> str:
         capsys.readouterr()

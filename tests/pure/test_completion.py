@@ -15,7 +15,7 @@ from ptrain.cli.main import VERBS, main
 from ptrain.spec.names import SPEC_FOLDERS, list_files
 from ptrain.spec.schema import iter_key_rows, schema
 
-# What a shell runs after the script, to print what completes a line.
+# Shell code to run after the script, which prints the completions of a line.
 COMPLETE = {
     "bash": 'COMP_LINE="$1" COMP_POINT=${#1}; _ptrain; printf "%s\\n" "${COMPREPLY[@]}"',
     "zsh": """

@@ -23,7 +23,7 @@ FP32, BF16 = DType.FP32, DType.BF16
 
 
 class Rows:
-    """What a reader is told."""
+    """A reader that records events."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, Tier]] = []
@@ -61,7 +61,7 @@ def fake_runtime() -> GhostRuntime:
 
 
 def calls(room: GhostRuntime) -> list[tuple[object, ...]]:
-    """The calls since it was asked last."""
+    """Return the calls since the last request."""
     reader = room.reader
     assert isinstance(reader, Rows)
     found, reader.calls = reader.calls, []

@@ -45,7 +45,7 @@ def line_of(text: str, start: str) -> str:
 
 
 def command_in(text: str) -> list[str]:
-    """The words of the line that tells, as a shell takes them apart."""
+    """Return the arguments of the suggested command, split as a shell does."""
     (line,) = (line for line in text.splitlines() if line.startswith("Next: ptrain simulate "))
     assert f": {line.removeprefix('Next: ')}\n" in text, "below the answer, too"
     return shlex.split(line.removeprefix("Next: "))
@@ -78,7 +78,7 @@ def test_resident_memory_is_at_most_the_peak(name):
     spec = require_runnable(load(name))
     exact = derive(spec).exact
     peak = exact.peak_bytes()
-    if peak is None:  # what no table tells is traced, with torch
+    if peak is None:  # specs without a table are traced, with torch
         assert exact.undefined["peak"]
         return
     assert 0 < resident_bytes(exact) <= peak

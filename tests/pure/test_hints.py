@@ -260,7 +260,7 @@ def test_each_answer_is_a_key_with_a_legal_value_or_a_sentence(answer):
         return  # STEPS, FOLDER: the reader's own
     try:
         load("zero3", [f"{key}={value}"])
-    except SpecError as error:  # a legal value that needs others beside it
+    except SpecError as error:  # a legal value that requires other keys
         said = str(error)
         assert "unknown key" not in said and "no strategy" not in said
         assert f"error: {key}: must be" not in said

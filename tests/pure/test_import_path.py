@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 
 
 def left(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
-    """What a path of these folders becomes."""
+    """Return the import path made from these folders."""
     monkeypatch.setattr(sys, "path", [*folders])
     leave_current_folder()
     return sys.path

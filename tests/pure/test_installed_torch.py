@@ -69,7 +69,7 @@ def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
 
 
 def dependency(name: str, requirements: list[str]) -> list[str]:
-    """The versions that these requirements ask of a package."""
+    """Return the versions that these requirements allow for a package."""
     found = (re.fullmatch(r"([\w.-]+)(.*)", each.replace(" ", "")) for each in requirements)
     return [match[2] for match in found if match and match[1] == name]
 

@@ -158,7 +158,7 @@ def test_a_receive_in_another_order_than_its_send_would_not_end():
     assert not ends_in_rendezvous((first, second), made.rank_of)
 
 
-# -------- what is held
+# -------- memory
 
 
 @every_size

@@ -1,4 +1,4 @@
-"""The architecture, as tests: direction of imports, the torch line, sizes, and what is nowhere.
+"""The architecture as tests: direction of imports, the torch boundary, sizes, and banned code.
 
 A folder is a layer, an axis is two: its rules and cost are pure, `axes/*/run` is torch. A module
 imports only from its own layer and from those above it.
@@ -216,7 +216,7 @@ def test_the_pure_half_needs_the_standard_library_and_yaml_only(module):
 
 
 def reachable(module: str) -> set[str]:
-    """What a module imports, and what that does."""
+    """Return the modules that a module imports, directly or indirectly."""
     seen, left = set[str](), [module]
     while left:
         for name in imports(left.pop()):

@@ -33,7 +33,7 @@ batch: {{accumulate: {microbatches}, micro: 1, sequence: 16}}
 
 
 def listed(folder: Path, rows: str, **said: object) -> Spec:
-    """The spec with these rows beside it."""
+    """Return the spec with a schedule file of these rows."""
     (folder / "own.csv").write_text(rows)
     (folder / "spec.yaml").write_text(spec_text("own.csv", **said))  # type: ignore[arg-type]
     return require_runnable(load(folder / "spec.yaml"))

@@ -56,7 +56,7 @@ def held(derivation: Derivation) -> list[int]:
 def held_by(
     name: str, ranks: int, split: list[int], accumulate: int
 ) -> tuple[PipelineSize, int, list[int]]:
-    """A pipeline's size, the bytes of a boundary, and what each rank holds."""
+    """A pipeline's size, the bytes of a boundary, and each rank's activations."""
     spec = spec_of(name, ranks, split, accumulate=accumulate)
     derivation = derive(spec)
     size = size_of_step(step_of(derivation), accumulate)

@@ -200,7 +200,7 @@ def test_an_unknown_host_is_not_unlimited(ptrain):
     assert sweep.count("unknown whether it fits: `cluster.host_memory` is missing") == 1
     spec = load(words[0], words[1:]).spec
     exact = derive(spec).exact
-    require_fit(spec, exact)  # what is unknown is no reason
+    require_fit(spec, exact)  # an unknown peak is no reason for a rejection
     assert "`cluster.host_memory=2TB`" in preflight_lines(spec, exact)[-1]
 
 

@@ -154,7 +154,7 @@ SETTINGS = (
 
 
 def cells_of_modes() -> dict[tuple[str, Axis], str]:
-    """What the table of modes has for each mode and axis."""
+    """Return the cells of the mode table by mode and axis."""
     table = SPECS_PAGE.split("| mode |")[1].split("\n\n")[0]
     rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]
     return {

@@ -60,7 +60,7 @@ def pipeline(pace: HandPace, ranks: int, microbatches: int, schedule: str = "1f1
     return step(pace, **changes | more)
 
 
-# -- blocks that stand for others
+# -- repeated blocks
 
 
 @pytest.mark.parametrize("sent", [0.0, 1e-5, 1e-3])

@@ -59,7 +59,7 @@ def folder(tmp_path) -> Path:
     return made
 
 
-# -------- what is made
+# -------- written files
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "SVG"])
@@ -98,7 +98,7 @@ def test_an_older_picture_is_replaced(spec, drawn, folder):
     assert chart.read_bytes() == PICTURE
 
 
-# -------- what is refused
+# -------- rejections
 
 
 def refusal(arguments: list[str], capsys) -> str:
@@ -209,7 +209,7 @@ def test_a_sheet_becomes_the_same_picture_each_time_whatever_the_user_has_set(ma
 def test_every_schedule_can_be_drawn(name, matplotlib):
     sheet = sheet_of(name, dict(SIZES)[name])
     svg = draw_sheet(sheet, Format.SVG)
-    assert svg.count(b"<!-- ") == len(sheet.texts)  # what each outline says
+    assert svg.count(b"<!-- ") == len(sheet.texts)  # the meaning of each outline
     assert all(f"<!-- {text.text} -->".encode() in svg for text in sheet.texts)
 
 

@@ -87,7 +87,7 @@ def test_zero2_against_zero3_differs_in_one_mode(ptrain):
     assert settings == "  parameters: R → S*"
     assert row(text, "traffic, paper")[2] == "3× more"
     assert row(text, "traffic, exact")[2] == "1.5× more"
-    assert "gradients, exact" not in text  # what is equal is not printed
+    assert "gradients, exact" not in text  # equal values are not printed
 
 
 def test_a_spec_without_a_cluster_is_answered_with_the_key(ptrain, tmp_path):

@@ -41,7 +41,7 @@ def shape_of(preset: str, *beside: str) -> ModelShape:
 
 
 def published() -> dict[str, int]:
-    """Return the counts that files say, by preset."""
+    """Return the documented counts by preset."""
     texts = {name: path.read_text(encoding="utf-8") for name, path in list_files("models").items()}
     said = {name: re.search(r"^# ([\d,]+) parameters: ", texts[name], re.M) for name in texts}
     return {name: int(match[1].replace(",", "")) for name, match in said.items() if match}

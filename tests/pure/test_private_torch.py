@@ -12,9 +12,9 @@ from tests.source_tree import SourceTree
 SOURCES = SourceTree(Path(__file__).parents[2])
 MODULES, tree = SOURCES.modules, SOURCES.parsed
 
-# Private in name alone: torch's own documentation and every other project's code stand on them.
+# Private in name only: torch's documentation and other projects use them.
 KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
-# Modules beside `internals` that touch what is private. This list only shrinks.
+# Modules outside of `internals` that use private torch APIs. This list only shrinks.
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.apply",  # calls it, and its like

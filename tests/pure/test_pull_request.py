@@ -80,7 +80,7 @@ def git(repository: Path, *words: str) -> str:
 
 
 def run(repository: Path, name: str) -> subprocess.CompletedProcess[str]:
-    """A step as GitHub runs it, by `bash -e`; what it keeps in /tmp is beside the repository."""
+    """Run a step as GitHub does, by `bash -e`, with its /tmp next to the repository."""
     shims, temporary = repository.parent / "shims", repository.parent
     return subprocess.run(
         ["bash", "-e", "-c", commands(name).replace("/tmp/", f"{temporary}/")],

@@ -66,7 +66,7 @@ def every_block(
 
 
 def difference(spec: Spec) -> str:
-    """What is another figure where every block and every stage is played by itself."""
+    """Return the figures that change if every block and every stage is replayed."""
     once = derive(spec).exact
     with ExitStack() as patches:
         patches.enter_context(patch.object(in_flight, "represent", every_block))

@@ -105,7 +105,7 @@ def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkey
 @pytest.mark.usefixtures("by_agent")
 def test_resume_applies_until_the_run_has_written_checkpoints(here):
     trained(here / "run", 10, 50)
-    for _ in range(2):  # the second attempt finds what the first one found
+    for _ in range(2):  # the second attempt starts from the same checkpoint
         opened(here / "run", resuming=True).lock.release()
         options = Options(spec="zero3", run_dir=Path("run"), resume="run/checkpoints/step-00000010")
         assert apply_agent_restart(options).resume == options.resume

@@ -60,7 +60,7 @@ from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_kno
 
 
 def scored(search: Search, seed: int, number: int) -> list[Scored]:
-    """Some candidates that fit, drawn from all blocks alike."""
+    """Return random candidates that fit, equally from all parts."""
     draw = random.Random(seed)
     room, pool = search.task.room, []
     for block in search.blocks():

@@ -1,5 +1,4 @@
-"""`ptrain select` over the context axis: what is tried, how states are placed there, and what of it
-may be asked for."""
+"""`ptrain select` over the context axis: candidates, placements of states, and constraints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ptrain select` over the expert axis: what is tried, how states are placed there, and what the
-estimates say of experts that ranks have of their own."""
+"""`ptrain select` over the expert axis: candidates, placements of states, and the estimates of
+expert-parallel ranks."""
 
 from __future__ import annotations
 

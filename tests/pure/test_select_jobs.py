@@ -233,7 +233,7 @@ def test_a_model_with_dropout_is_searched_on_gpus(capsys):
 
 
 class SingleRankPace(HandPace):
-    """Of one rank, of which nobody measures what it does to send."""
+    """The cost model of a single rank, without measured hooks."""
 
     def hook_seconds(self, hook: Hook) -> float:
         raise UnknownRate(str(hook))

@@ -30,7 +30,7 @@ def chooser(*where: str, model: str = "gpt3-125m", count: int = 100) -> Chooser:
 
 
 def specs_of(chooser: Chooser) -> list[Spec]:
-    """All that a descent from what is scored comes to in a step, and what is scored."""
+    """Return the scored candidates and those that one step of the descent reaches."""
     search, base = chooser.search, chooser.job.base
     best = [scored.candidate for scored in search.run(chooser.job.where).best]
     around = (other for candidate in best[:4] for other in neighbours(search, candidate))

@@ -58,7 +58,7 @@ def spec_of(mesh: dict[str, int], *words: str, **sections: Any) -> Spec:
 
 
 def chosen(spec: Spec) -> list[list[list[list[tuple[int, ...]]]]]:
-    """Draw by layer, rank and micro-batch what every token chooses."""
+    """Draw the experts of every token by layer, rank and micro-batch."""
     draw = random.Random(len(spec.factors))
     ranks = len({*token_places(spec)})
     tokens = range(spec.batch.micro * spec.own_tokens)

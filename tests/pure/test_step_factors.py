@@ -91,7 +91,7 @@ def test_only_gpus_have_factors_by_default():
 
 
 def test_more_ranks_lose_more_than_their_collectives_take():
-    """The notes' decline beyond 512 ranks has a term, and what is not known of it is said."""
+    """The notes' decline beyond 512 ranks has a term with a note about its uncertainty."""
     words = ["model.preset=llama3-70b", "batch={micro: 4, sequence: 8192}", "activations=M"]
     sizes = (64, 1024)
     steps = [

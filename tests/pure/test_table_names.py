@@ -25,7 +25,7 @@ BATCHES = {1: "-one", 2: "", 8: ""}
 
 
 def named() -> list[tuple[str, str, Setting]]:
-    """What a name says of the operators, what of dtype and batch, and the setting."""
+    """Return the parts of a name for operators, for dtype and batch, and the setting."""
     return [
         (kind, f"-{precision}{one}", setting(shape, compute, batch=batch))
         for (kind, shape), (compute, precision), (batch, one) in product(

@@ -52,7 +52,7 @@ def small(numel: int = 100) -> ModelFacts:
 
 
 def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
-    """Above what lives for the whole step."""
+    """Return the peaks above memory that lives for the full step."""
     plan = lower(spec, facts)
     base = sum(
         row.device_bytes

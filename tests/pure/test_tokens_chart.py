@@ -32,7 +32,7 @@ def step_of(name: str) -> ContextParallel:
 
 
 def square(sheet: Sheet) -> tuple[Rectangle, list[Rectangle]]:
-    """The frame of the scores, and what is drawn within it."""
+    """Return the frame of the scores and the shapes within it."""
     (frame,) = (r for r in sheet.rectangles if r.width == r.height == SQUARE)
     inside = [r for r in sheet.rectangles if r is not frame and _is_within(r, frame)]
     return frame, inside
@@ -59,7 +59,7 @@ def test_the_scores_cover_the_unmasked_area_once(name: str):
     _, drawn = square(tokens_sheet("any", step_of(name)))
     assert all(shared(*pair) < 1e-6 for pair in combinations(drawn, 2))
     area = sum(r.width * r.height for r in drawn) / SQUARE**2
-    assert 0.5 < area < 0.6  # stairs stand for a diagonal
+    assert 0.5 < area < 0.6  # stairs approximate a diagonal
 
 
 @pytest.mark.parametrize(("name", "shares"), [("ring", (1, 3, 5, 7)), ("zigzag", (4, 4, 4, 4))])

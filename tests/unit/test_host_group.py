@@ -148,7 +148,7 @@ def test_a_rank_at_a_full_queue_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("waits", "lost"), [(0, 1), (1, 0)])
-def test_a_rank_that_is_gone_is_named_by_whoever_waits_for_it(waits: int, lost: int) -> None:
+def test_a_dead_rank_is_named_by_the_rank_that_waits_for_it(waits: int, lost: int) -> None:
     joined = groups(2)
     joined[lost].close()
     with pytest.raises(ConnectionError, match=f"closed by peer, rank {lost}: ") as raised:

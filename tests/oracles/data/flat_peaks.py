@@ -116,7 +116,7 @@ class _Backward:
         for root in self.root:
             late = {*range(len(root.unit.numels))} - self.flat.chain.head
             yield from self._turn(root, done, held, blocks[:1], late)
-        # what is in flight at last is awaited
+        # the last transfer is awaited
         finished = (*self.root, *blocks)[:1]
         held = 0 if self.releases else _whole(self.flat.units)
         for unit in finished:

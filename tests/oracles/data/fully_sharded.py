@@ -1,4 +1,4 @@
-"""FSDP2 in closed form, by unit, with what is known of torch/distributed/fsdp/_fully_shard.
+"""FSDP2 in closed form, by unit, following torch/distributed/fsdp/_fully_shard.
 
 A gather (`_fsdp_collectives.foreach_all_gather`) receives the unit into one buffer, from which
 `foreach_all_gather_copy_out` makes the parameters: twice the unit. In forward that buffer lives

@@ -221,7 +221,7 @@ class Preparation:
         if self.narrower:
             moments.append(comes + gradients.reduction(self.now, self.narrower, gradients.held))
             moments.append(stays + narrow)
-        # what is gathered or cast is what is kept itself, or its reduced part beside it
+        # the stored gradients themselves are gathered or cast, or a separate reduced shard
         current = stays + narrow if self.narrower or not stays else stays
         if self.wider:
             copy = gradients.buffer.permuted(self.final, self.wider) * gradients.held.itemsize

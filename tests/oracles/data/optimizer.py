@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a tensor, and what its update allocates beside that.
+"""The state that an optimizer keeps for a tensor, and the temporaries of its update.
 
 AdamW keeps two moments and counts its steps in one fp32 scalar per tensor; SGD keeps one moment if
 it has momentum; Muon one of a hidden matrix, and is AdamW for all others (torch.optim.*, the

@@ -1,4 +1,4 @@
-"""Theta of one flat unit in closed form: what it takes to make it whole for use.
+"""The parameters of one flat unit in closed form: the memory to gather them for use.
 
 Where it is cut, on another tier, or M, a unit is whole on the device only while it is used: an
 all-gather fills the whole from the rank's part, which must be on the device in the dtype of use
