@@ -39,14 +39,14 @@ def _logits(hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(hidden) * weight[0]
 
 
-def _added(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+def _addmm_flops(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
     return 2 * math.prod(left) * right[1]
 
 
 NOT_REGISTERED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.aten.addmm_: _added,
+    torch.ops.aten.addmm_: _addmm_flops,
 }
 if can_fuse():
     import_module("torch.nn.modules.linear_cross_entropy")  # registers it, else at its first call

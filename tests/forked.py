@@ -105,7 +105,7 @@ class _Begun:
         os.environ.update(self.variables)
 
 
-def patched(**patches: Any) -> type[Forked]:
+def patch_processes(**patches: Any) -> type[Forked]:
     """Return processes in which modules have other values, by `module__name` within ptrain.traces:
     `patched(tensor_parts__REAL_BYTES=0)`."""
     names = {f"ptrain.traces.{name.replace('__', '.')}": patches[name] for name in patches}

@@ -109,7 +109,7 @@ def job(
         assert first is None
         process = Command(arguments, module=module, cwd=cwd, variables=variables)
     else:
-        process = _started([module, *arguments], cwd, variables)
+        process = _start_job([module, *arguments], cwd, variables)
     started = Job(process)
     try:
         yield started
@@ -123,7 +123,7 @@ def job(
                 stream.close()
 
 
-def _started(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+def _start_job(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", *words],
         cwd=cwd,

@@ -146,7 +146,7 @@ def rare(specs: Sequence[Written], wanted: Iterable[str], labels_of: LabelsOf) -
 def _legal(draw: random.Random, kind: str) -> Iterator[dict[str, Any]]:
     """Yield legal specs of one kind without end, each with a prediction."""
     while True:
-        written = _written(draw, kind)
+        written = _draw_mapping(draw, kind)
         try:
             spec = load(written).spec
         except SpecError:
@@ -155,7 +155,7 @@ def _legal(draw: random.Random, kind: str) -> Iterator[dict[str, Any]]:
             yield written
 
 
-def _written(draw: random.Random, kind: str) -> dict[str, Any]:
+def _draw_mapping(draw: random.Random, kind: str) -> dict[str, Any]:
     tuples = {axis: _tuple(draw, axis, modes) for axis, modes in KINDS[kind].items()}
     mesh = {axis: draw.choice((2, 4) if axis != "tp" else (2,)) for axis in tuples}
     if "three" in kind:

@@ -154,23 +154,23 @@ def values() -> Mapping[str, tuple[Value, ...]]:
     with a short form is a key too. Raises LookupError for a key without any."""
     kinds = {
         place: tuple(kinds_of_key(place, holds))
-        for place, holds in declared()
+        for place, holds in declared_keys()
         if place not in LEFT_OUT
     }
     return {place: of for place, of in kinds.items() if of}
 
 
-def declared() -> Iterator[tuple[str, Leaf | Section]]:
+def declared_keys() -> Iterator[tuple[str, Leaf | Section]]:
     """Yield every key of the grammar by its dotted name."""
-    return _declared(SpecRaw, ())
+    return _walk_keys(SpecRaw, ())
 
 
-def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
+def _walk_keys(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
     for key, (_, holds) in section_keys(kind).items():
         place = ".".join((*above, key))
         yield place, holds
         if isinstance(holds, Section):
-            yield from _declared(holds.kind, (*above, key))
+            yield from _walk_keys(holds.kind, (*above, key))
 
 
 def kinds_of_key(place: str, holds: Leaf | Section) -> Iterator[Value]:

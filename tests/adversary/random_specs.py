@@ -65,7 +65,7 @@ def random_spec(seed: int, most_ranks: int = MOST_RANKS) -> RandomSpec:
     refused = Counter[str]()
     written = next(_bases(draw, refused, most_ranks))
     for value_of in _settings(draw):
-        written = _changed(written, *value_of, refused) or written
+        written = _with_key(written, *value_of, refused) or written
     return RandomSpec(
         seed=seed, written=written, ranks=ranks(load_accepted(written), draw), refused=refused
     )
@@ -230,7 +230,7 @@ def _parts(draw: Random) -> list[int]:
     return [draw.choice((1, 1, 2, 3)) for _ in range(stages)]
 
 
-def _changed(written: Written, place: str, value: object, refused: Counter[str]) -> Written | None:
+def _with_key(written: Written, place: str, value: object, refused: Counter[str]) -> Written | None:
     """Return the spec with one more key, or None if it is illegal."""
     changed = copy.deepcopy(written)
     *above, key = place.split(".")

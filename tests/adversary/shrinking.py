@@ -41,7 +41,7 @@ class Shrinking:
 
     def _drop(self, routes: Sequence[Route]) -> None:
         """Remove keys together if they do not matter, otherwise in halves."""
-        if not routes or self._take(_without(self.written, routes)) or len(routes) == 1:
+        if not routes or self._take(_remove_key(self.written, routes)) or len(routes) == 1:
             return
         half = len(routes) // 2
         self._drop(routes[:half])
@@ -111,7 +111,7 @@ def _droppable(node: Any, above: Route = ()) -> Iterator[Route]:
             yield from _droppable(inner, route)
 
 
-def _without(written: Written, routes: Sequence[Route]) -> Written:
+def _remove_key(written: Written, routes: Sequence[Route]) -> Written:
     smaller = copy.deepcopy(written)
     for *above, key in routes:
         node = smaller
@@ -126,13 +126,13 @@ def _smaller(written: Written) -> Iterator[Written]:
     sections = [(key,) for key in written if key not in ("model", "mesh", "placement", "batch")]
     for axis in written["mesh"]:
         factor = [("mesh", axis), ("placement", axis)]
-        yield _without(written, factor)
-        yield from (_without(written, [*factor, section]) for section in sections)
+        yield _remove_key(written, factor)
+        yield from (_remove_key(written, [*factor, section]) for section in sections)
     for route in _droppable(written):
-        yield _without(written, [route])
+        yield _remove_key(written, [route])
     for route, value in _leaves(written):
         for other in _less(route, value):
-            yield _with(written, route, other)
+            yield _set_key(written, route, other)
 
 
 def _leaves(node: Any, above: Route = ()) -> Iterator[tuple[Route, Any]]:
@@ -170,7 +170,7 @@ def _simpler_modes(mode: str) -> tuple[str, ...]:
     return tuple(other for other in ("R", head) if other != mode and mode != "R")
 
 
-def _with(written: Written, route: Route, value: Any) -> Written:
+def _set_key(written: Written, route: Route, value: Any) -> Written:
     changed = copy.deepcopy(written)
     node = changed
     for name in route[:-1]:

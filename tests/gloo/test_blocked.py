@@ -119,7 +119,7 @@ def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
     assert first - late > SLEEP / 4  # on a busy machine the other may be late, too
 
 
-def _overlapped() -> float:
+def _wait_of_overlapped() -> float:
     dist.barrier()
     with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
         work = dist.all_reduce(torch.ones(1000), async_op=True)
@@ -130,7 +130,7 @@ def _overlapped() -> float:
 
 
 def test_overlapped_communication_is_not_counted_as_waiting(ranks: Ranks) -> None:
-    assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _overlapped))
+    assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _wait_of_overlapped))
 
 
 def _of_another_group() -> int:

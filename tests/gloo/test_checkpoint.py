@@ -80,10 +80,10 @@ def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
-    ranks, tmp_path, saved, loaded, layout
+    ranks, tmp_path, saved_checkpoint, loaded, layout
 ):
     overrides = (f"precision.layout={layout}",)
-    before = ranks.run(2, save_on_ranks, saved, overrides, str(tmp_path))[0]
+    before = ranks.run(2, save_on_ranks, saved_checkpoint, overrides, str(tmp_path))[0]
     after = ranks.run(4, load_on_ranks, loaded, (*overrides, _mesh(loaded)), str(tmp_path))[0]
     assert set(before) == set(after)
     for name, value in before.items():
@@ -99,7 +99,7 @@ def _mesh(name: str) -> str:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved_checkpoint(tmp_path: Path) -> Path:
     program = single_device_state()
     step(program, 0)
     return checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
@@ -109,27 +109,27 @@ def single_device_state(*overrides: str) -> Program:
     return program_of("zero3", "mesh.dp_shard=1", *overrides)
 
 
-def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
     program = single_device_state()
     exchange = Exchange(program.world)
-    newer = checkpoint.save(program, saved.parent, 2, exchange)
+    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
     data = next(newer.glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    path, found, complaints = checkpoint.find_newest_sound([newer, saved], exchange)
-    assert path == saved
+    path, found, complaints = checkpoint.find_newest_sound([newer, saved_checkpoint], exchange)
+    assert path == saved_checkpoint
     assert found is not None and found.step == 1
     assert len(complaints) == 1 and data.name in complaints[0]
 
 
-def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved):
+def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved_checkpoint):
     program = single_device_state()
-    exchange, run = Exchange(program.world), RunFolder(saved.parents[1])
-    newer = checkpoint.save(program, saved.parent, 2, exchange)
+    exchange, run = Exchange(program.world), RunFolder(saved_checkpoint.parents[1])
+    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
     (newer / manifest.NAME).write_text("{")
     assert resume_training(program, run, "auto", exchange) == 1
-    assert manifest.complete_checkpoints(run.checkpoints) == [saved]
+    assert manifest.complete_checkpoints(run.checkpoints) == [saved_checkpoint]
     checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
@@ -143,15 +143,15 @@ def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
     assert resume_training(program, own, str(stranger), exchange) == 1
 
 
-def test_a_checkpoint_of_another_model_is_rejected_with_both_shapes(saved):
+def test_a_checkpoint_of_another_model_is_rejected_with_both_shapes(saved_checkpoint):
     program = single_device_state("model.hidden=64")
     exchange = Exchange(program.world)
-    found = checkpoint.verify_files(saved, exchange)
+    found = checkpoint.verify_files(saved_checkpoint, exchange)
     with pytest.raises(PtrainError, match="another model: hidden: 32; this spec has hidden: 64"):
-        checkpoint.load(program, saved, found, exchange)
+        checkpoint.load(program, saved_checkpoint, found, exchange)
     older = replace(found, trained={})
     with pytest.raises(PtrainError, match=r"is \(.*32.*\), but this model has \(.*64.*\)"):
-        checkpoint.load(program, saved, older, exchange)
+        checkpoint.load(program, saved_checkpoint, older, exchange)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_another_layout_is_rejected_with_the_one_that_was_trained(tmp_path, trai
     assert remedy in str(caught.value).partition("remedy: The checkpoint was trained with ")[2]
 
 
-def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
+def test_heads_that_change_no_shape_are_another_model_all_the_same(saved_checkpoint):
     program = single_device_state("model.heads=4", "model.kv_heads=2")
     exchange = Exchange(program.world)
-    found = checkpoint.verify_files(saved, exchange)
+    found = checkpoint.verify_files(saved_checkpoint, exchange)
     with pytest.raises(PtrainError, match="heads: 2, kv_heads: 1; this spec has heads: 4"):
-        checkpoint.load(program, saved, found, exchange)
+        checkpoint.load(program, saved_checkpoint, found, exchange)
 
 
 def test_a_tensor_that_would_be_dropped_is_rejected(tmp_path):
@@ -233,12 +233,12 @@ def test_a_manifest_of_an_older_format_is_compared_by_its_entries():
     assert manifest.has_other_optimizer(was, spec)
 
 
-def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
+def test_a_training_that_is_done_is_not_continued(saved_checkpoint, tmp_path):
     program, run = single_device_state("train.steps=1"), RunFolder(tmp_path / "run")
     with pytest.raises(
         PtrainError, match=r"already at step 1 of 1\n.*`train.steps` to more than 1"
     ):
-        resume_training(program, run, str(saved), Exchange(program.world))
+        resume_training(program, run, str(saved_checkpoint), Exchange(program.world))
 
 
 def test_a_run_without_checkpoints_is_reported(tmp_path):
@@ -263,9 +263,11 @@ def test_nothing_in_the_index_is_executed(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved):
-    found = checkpoint.verify_files(saved, Exchange(World()))
+def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved_checkpoint):
+    found = checkpoint.verify_files(saved_checkpoint, Exchange(World()))
     data = {name for name in found.files if name.endswith(".distcp")}
     with pytest.raises(PtrainError, match="does not list"):
-        IndexReader(saved, listed=frozenset(found.files) - data).read_metadata()
-    assert isinstance(IndexReader(saved, listed=frozenset(found.files)).read_metadata(), Metadata)
+        IndexReader(saved_checkpoint, listed=frozenset(found.files) - data).read_metadata()
+    assert isinstance(
+        IndexReader(saved_checkpoint, listed=frozenset(found.files)).read_metadata(), Metadata
+    )

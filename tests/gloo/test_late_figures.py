@@ -124,11 +124,11 @@ def untimed_rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
 
 
-def saved(folder: Path) -> list[str]:
+def checkpoint_steps(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-def counted(words: tuple[str, ...], folder: str, is_played: bool) -> dict[int, list[str]]:
+def reads_by_step(words: tuple[str, ...], folder: str, is_played: bool) -> dict[int, list[str]]:
     options = Options(spec=words[0], overrides=words[1:], run_dir=Path(folder), quiet=True)
     with simulated_device(is_played=is_played), record_reads() as reads:
         session.train_rank(options)
@@ -154,14 +154,14 @@ def test_no_value_is_read_from_the_device_between_steps(
 ) -> None:
     words = (name, *SMALL, f"train.steps={STEPS}", *more)
     size = load(name).spec.world_size
-    for reads in ranks.run(size, counted, words, str(tmp_path / "run"), True):
+    for reads in ranks.run(size, reads_by_step, words, str(tmp_path / "run"), True):
         assert reads == {}
 
 
 def test_the_loss_scale_is_read_with_the_other_figures(ranks: Ranks, tmp_path: Path) -> None:
     """The host waits for the loss, the norm, and whether the update is skipped."""
     words = ("muon", *SMALL, f"train.steps={STEPS}", "precision.layout=fp16")
-    for reads in ranks.run(2, counted, words, str(tmp_path / "run"), True):
+    for reads in ranks.run(2, reads_by_step, words, str(tmp_path / "run"), True):
         assert reads == dict.fromkeys(range(FIRST, STEPS - 1), ["__float__"] * 3)
 
 
@@ -182,7 +182,7 @@ def test_the_device_s_sums_need_no_group_but_that_of_all_ranks(ranks: Ranks) -> 
 
 def test_a_synchronizing_loop_is_detected_in_every_step(ranks: Ranks, tmp_path: Path) -> None:
     words = ("ddp", *SMALL, f"train.steps={STEPS}")
-    for reads in ranks.run(2, counted, words, str(tmp_path / "run"), False):
+    for reads in ranks.run(2, reads_by_step, words, str(tmp_path / "run"), False):
         assert list(reads) == list(range(FIRST, STEPS - 1))
 
 
@@ -208,7 +208,7 @@ def test_rows_and_states_equal_those_of_a_synchronizing_loop(
         *range(1, 7)
     ]
     assert all(require_equal(its.held, mine.held) for its, mine in zip(late, waits, strict=True))
-    assert saved(tmp_path / "late") == saved(tmp_path / "waits")
+    assert checkpoint_steps(tmp_path / "late") == checkpoint_steps(tmp_path / "waits")
 
 
 def require_equal(left: Values, right: Values) -> bool:
@@ -245,7 +245,11 @@ def test_a_non_finite_gradient_is_reported_late_and_stops_updates(
     assert {end.code for end in late} == {TrainingStopped.exit_code}
     assert all(require_equal(end.held, end.before[2]) for end in late)
     assert not any(require_equal(end.before[2], end.before[1]) for end in late)
-    assert saved(tmp_path / "late") == saved(tmp_path / "waits") == ["step-00000002"]
+    assert (
+        checkpoint_steps(tmp_path / "late")
+        == checkpoint_steps(tmp_path / "waits")
+        == ["step-00000002"]
+    )
     assert untimed_rows(tmp_path / "late") == untimed_rows(tmp_path / "waits")
     is_late = name not in ("muon", "zero-offload") and "placement.dp_shard=R,S,O,R" not in more
     assert all((3 in end.before) is is_late for end in late)
@@ -280,7 +284,7 @@ def test_an_interrupt_ends_a_training_with_the_step_that_was_launched_meanwhile(
     ends = ranks.run(2, train_on_rank, words, str(tmp_path / "run"), True, -1, 2)
     assert {end.code for end in ends} == {143}
     assert [row["step"] for row in untimed_rows(tmp_path / "run")] == [1, 2, 3, 4]
-    assert saved(tmp_path / "run") == ["step-00000004"]
+    assert checkpoint_steps(tmp_path / "run") == ["step-00000004"]
 
 
 def test_an_exception_leaves_the_rows_of_steps_that_are_over(ranks: Ranks, tmp_path: Path) -> None:

@@ -50,18 +50,18 @@ def _against(plain: nn.Module, job: ptrain.Job, **terms: Any) -> LoopVerdict:
 
 
 def tied_ddp() -> LoopVerdict:
-    return _tied(DistributedDataParallel)
+    return _tied_job(DistributedDataParallel)
 
 
 def tied_fsdp2() -> LoopVerdict:
-    return _tied(fully_shard)
+    return _tied_job(fully_shard)
 
 
 def tied_fsdp1() -> LoopVerdict:
-    return _tied(fsdp1)
+    return _tied_job(fsdp1)
 
 
-def _tied(wrap: Callable[[nn.Module], nn.Module]) -> LoopVerdict:
+def _tied_job(wrap: Callable[[nn.Module], nn.Module]) -> LoopVerdict:
     torch.manual_seed(0)
     model = TiedNet().double()
     plain = copy.deepcopy(model)
@@ -91,18 +91,18 @@ def compiled() -> LoopVerdict:
 
 
 def verify_mixed_precision() -> LoopVerdict:
-    return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16), dtype=torch.bfloat16)
+    return _mixed_job(MixedPrecisionPolicy(param_dtype=torch.bfloat16), dtype=torch.bfloat16)
 
 
 def mixed_precision() -> LoopVerdict:
-    return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return _mixed_job(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def reduced_in_16_bits() -> LoopVerdict:
-    return _mixed(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    return _mixed_job(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
-def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> LoopVerdict:
+def _mixed_job(policy: MixedPrecisionPolicy, **terms: Any) -> LoopVerdict:
     plain = build_model(torch.float32)
     model = copy.deepcopy(plain)
     for block in model.blocks:

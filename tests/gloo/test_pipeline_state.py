@@ -65,7 +65,7 @@ class TrainingLeg:
     held_out: float
 
 
-def placed(model: str, placement: Placement, **sections: Any) -> Spec:
+def placed_spec(model: str, placement: Placement, **sections: Any) -> Spec:
     schedule, mesh, data = placement
     data_ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     accumulate = {"accumulate": SAMPLES // data_ranks}
@@ -74,7 +74,7 @@ def placed(model: str, placement: Placement, **sections: Any) -> Spec:
     )
 
 
-def summed(share: torch.Tensor) -> float:
+def sum_over_ranks(share: torch.Tensor) -> float:
     total = share.detach().double().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -97,10 +97,14 @@ def continue_and_save(spec: Spec, folder: str, first: int) -> TrainingLeg:
     for step in range(first, first + STEPS):
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
-        losses.append(summed(program.forward_backward(local_batch(program, source, step), lr)))
+        losses.append(
+            sum_over_ranks(program.forward_backward(local_batch(program, source, step), lr))
+        )
         program.step(lr)
     checkpoint.save(program, Path(folder), first + STEPS, exchange)
-    held_out = summed(program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT)))
+    held_out = sum_over_ranks(
+        program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT))
+    )
     found = TrainingLeg(
         losses=tuple(losses), parameters=full_parameters(program), held_out=held_out
     )
@@ -131,7 +135,7 @@ def test_a_training_that_moves_between_placements_equals_one_device(
 ) -> None:
     losses: tuple[float, ...] = ()
     for index, placement in enumerate(placements):
-        spec, first = placed(model, placement), index * STEPS
+        spec, first = placed_spec(model, placement), index * STEPS
         leg = ranks.run(spec.world_size, continue_and_save, spec, str(tmp_path), first)[0]
         truth = one_device(spec, first + STEPS)
         losses += leg.losses
@@ -170,9 +174,9 @@ def save_at_once(spec: Spec, folder: str) -> None:
 def test_a_checkpoint_of_more_or_fewer_layers_is_rejected_on_every_rank(
     ranks: Ranks, tmp_path: Path, layers: int, finding: str
 ) -> None:
-    saved = placed("llama", ALONE, shape={"layers": layers})
+    saved = placed_spec("llama", ALONE, shape={"layers": layers})
     ranks.run(1, save_at_once, saved, str(tmp_path))
     said = ranks.run(
-        2, load_without_model_name, placed("llama", ("gpipe", {"pp": 2}, "")), str(tmp_path)
+        2, load_without_model_name, placed_spec("llama", ("gpipe", {"pp": 2}, "")), str(tmp_path)
     )
     assert said[0] == said[1] and finding in said[0]

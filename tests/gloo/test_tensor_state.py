@@ -46,7 +46,7 @@ def program_of(spec: Spec) -> Program:
     return interpret(spec, world=World.join(spec.timeout))
 
 
-def placed(name: str, layout: str) -> Spec:
+def placed_spec(name: str, layout: str) -> Spec:
     return tensor_spec("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
 
 
@@ -67,7 +67,7 @@ def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, layout: str
 ) -> None:
-    first, second = placed(saved, layout), placed(loaded, layout)
+    first, second = placed_spec(saved, layout), placed_spec(loaded, layout)
     before = ranks.run(first.world_size, save_on_ranks, first, str(tmp_path))[0]
     after = ranks.run(second.world_size, load_on_ranks, second, str(tmp_path))[0]
     assert before.keys() == after.keys()
@@ -101,7 +101,7 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*map(nightly, ("tp-zero1", "tp", "tp-4", "tp-zero3"))])
 def test_an_overflow_on_the_last_rank_skips_the_step_on_all_ranks(ranks: Ranks, name: str) -> None:
-    spec = placed(name, "fp16")
+    spec = placed_spec(name, "fp16")
     for seen in ranks.run(spec.world_size, overflow_on_the_last_rank, spec):
         assert seen["changed"] == ["scaling.scale", "scaling.growth_tracker"]
         assert seen["scale"] == 512.0
@@ -126,7 +126,7 @@ def oversized_gradients(spec: Spec) -> list[str]:
 def test_no_gradient_keeps_more_than_its_shard(ranks: Ranks, name: str) -> None:
     """Of the full vocabulary's gradient that backward computes, only a rank's rows stay in
     memory."""
-    spec = placed(name, "fp32")
+    spec = placed_spec(name, "fp32")
     assert ranks.run(spec.world_size, oversized_gradients, spec) == [[]] * spec.world_size
 
 
@@ -150,7 +150,7 @@ def replicated_tensors(spec: Spec) -> dict[str, torch.Tensor]:
     "name", [nightly("tp"), "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")]
 )
 def test_replicated_tensors_stay_bitwise_equal(ranks: Ranks, name: str, layout: str) -> None:
-    spec = placed(name, layout)
+    spec = placed_spec(name, layout)
     held = ranks.run(spec.world_size, replicated_tensors, spec)
     assert len(held[0]) == 15  # of 5 norms weight and bias, positions, 4 biases of row operators
     degree = spec.degree(Axis.TP)

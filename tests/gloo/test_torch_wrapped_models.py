@@ -57,11 +57,11 @@ def wrap_with_torch(way: str, spec: Spec, size: int) -> nn.Module:
 
 
 def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> Comparison:
-    measurement = _measured(way, predicted, size, accumulate)
+    measurement = _measure_steps(way, predicted, size, accumulate)
     return compare(foreign_spec(predicted, size, accumulate), measurement)
 
 
-def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measurement:
+def _measure_steps(way: str, predicted: str, size: int, accumulate: int = 1) -> Measurement:
     spec = foreign_spec(predicted, size, accumulate)
     model = wrap_with_torch(way, spec, size)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -131,7 +131,7 @@ def test_one_unit_instead_of_predicted_blocks_is_reported(ranks: Ranks) -> None:
 
 def _compare_reshard_values(way: str, written: tuple[str, ...]) -> list[Comparison]:
     """Return the checks of one measurement by `zero3` with each value of `reshard`."""
-    spec, measurement = foreign_spec("zero3", 2, 2), _measured(way, "zero3", 2, 2)
+    spec, measurement = foreign_spec("zero3", 2, 2), _measure_steps(way, "zero3", 2, 2)
     return [
         compare(load(spec.resolved, [f"reshard={value}"]).spec, measurement) for value in written
     ]

@@ -26,7 +26,7 @@ JOB = (*SMALL, "train.steps=9", "eval.every=0", "checkpoint.every=1", "verify_ev
 TWO = ("mesh={dp_replicate: 2}", *JOB)
 
 
-def saved(folder: Path) -> list[str]:
+def checkpoint_steps(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
@@ -45,7 +45,7 @@ def test_a_fault_of_all_ranks_stops_the_training_and_names_step_and_value(
     (text,) = {text for _, text in ended}
     assert text.startswith(f"step {step}: the reference, continued from the run's state, differs\n")
     assert words in text and "`ptrain verify`" in text and "--resume" in text
-    assert saved(tmp_path / "run")[-1] == f"step-{step - 1:08d}"
+    assert checkpoint_steps(tmp_path / "run")[-1] == f"step-{step - 1:08d}"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_bytes_are_attributed_to_the_axis_of_their_group(ranks: Ranks) -> None:
         assert sent[("dp_shard",)] == pytest.approx(2**20, rel=TOLERANCE)
 
 
-def _closed() -> tuple[int, str]:
+def _count_closed_group() -> tuple[int, str]:
     group = dist.new_group()
     with WireMeter({group.group_name: ("world",)}, rank=dist.get_rank()) as meter:
         dist.destroy_process_group(group)
@@ -141,7 +141,7 @@ def _closed() -> tuple[int, str]:
 
 
 def test_a_closed_connection_is_reported_and_not_counted(ranks: Ranks) -> None:
-    for rows, absent in ranks.run(2, _closed):
+    for rows, absent in ranks.run(2, _count_closed_group):
         assert rows == 0
         assert "closed" in absent
 

@@ -36,17 +36,17 @@ class Written(GhostRuntime):
         return events
 
     def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> None:
-        self._events.append(f"gather {_when(is_awaited)}")
+        self._events.append(f"gather {_phase_name(is_awaited)}")
         super().all_gather(shard, into, axes, is_awaited=is_awaited)
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> PendingResult[Ghost]:
-        self._events.append(f"reduce-scatter {_when(is_awaited)}")
+        self._events.append(f"reduce-scatter {_phase_name(is_awaited)}")
         return super().reduce_scatter(whole, into, axes, via, is_awaited=is_awaited)
 
     def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> PendingResult[Ghost]:
-        self._events.append(f"all-reduce {_when(is_awaited)}")
+        self._events.append(f"all-reduce {_phase_name(is_awaited)}")
         return super().all_reduce(tensor, axes, is_awaited=is_awaited)
 
     def fill_zeros(self, tensor: Ghost) -> None:
@@ -60,7 +60,7 @@ class Written(GhostRuntime):
         self._events.append(f"ahead {tensor.nbytes} on {tensor.tier}")
 
 
-def _when(is_awaited: bool) -> str:
+def _phase_name(is_awaited: bool) -> str:
     return "awaited" if is_awaited else "begun"
 
 
@@ -86,7 +86,7 @@ def write_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Storage, "__init__", noted)
 
 
-def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
+def open_replay(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
     """Open a step without overlap, unless the options request it."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
@@ -126,9 +126,9 @@ def step(pages: Pages, flat: Flat) -> Iterator[tuple[Phase, list[str]]]:
     pages.events = []
 
 
-def asked(spec: Spec, **dials: object) -> list[list[str]]:
+def record_step_calls(spec: Spec, **dials: object) -> list[list[str]]:
     """Of a steady step: each forward and backward pass, the reduction, the update."""
-    pages, flat = opened(spec, **dials)
+    pages, flat = open_replay(spec, **dials)
     list(step(pages, flat))
     return [events for _, events in step(pages, flat)]
 

@@ -182,11 +182,11 @@ def step(spec: Spec, plan: Plan) -> Iterator[str]:
         wrap.begin(is_first=index == 0, is_last=index == num - 1)
         life.begin(Phase.FORWARD)
         for item in TIMELINE.forward:
-            yield from _played(life, item, plan)
+            yield from _replay_gradients(life, item, plan)
         yield f"gathered {wrap.gathered_bytes()}"
         life.begin(Phase.BACKWARD)
         for item in TIMELINE.backward:
-            yield from _played(life, item, plan)
+            yield from _replay_gradients(life, item, plan)
     life.begin(Phase.UPDATE)
     wrap.reduce()
     yield _level(life)
@@ -200,7 +200,7 @@ def step(spec: Spec, plan: Plan) -> Iterator[str]:
         yield f"{row.state} {row.device_bytes} {row.host_bytes} {row.file_bytes}"
 
 
-def _played(life: StepOfUnits, item: Boundary | Complete, plan: Plan) -> Iterator[str]:
+def _replay_gradients(life: StepOfUnits, item: Boundary | Complete, plan: Plan) -> Iterator[str]:
     wrap = life.wrap
     match item:
         case Boundary(mark, unit):
@@ -261,7 +261,7 @@ def digest(group: Group) -> str:
     return total.hexdigest()
 
 
-def kept() -> dict[str, str]:
+def committed_digests() -> dict[str, str]:
     """Return the committed digests, by the names of groups."""
     digests: dict[str, str] = json.loads(PAGE.read_text(encoding="utf-8"))
     return digests
@@ -277,7 +277,7 @@ def main() -> int:
         print("\n".join(accounts(by_name[args.group])))
         return 0
     digests = {name: digest(group) for name, group in by_name.items()}
-    before = kept() if PAGE.exists() else {}
+    before = committed_digests() if PAGE.exists() else {}
     changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
     print("\n".join(changed or [f"{len(digests)} groups of settings are what they were"]))
     if args.write:

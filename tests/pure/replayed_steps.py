@@ -35,6 +35,6 @@ def transient(played: Flight) -> int:
     return next(r.device_bytes for r in played.memory if r.rank == 0 and r.state == "transient")
 
 
-def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
+def traffic_of_ranks(ghost: Wrapping) -> tuple[Traffic, ...]:
     """Return every rank's traffic for its units: once (setup) and in each step."""
     return add_traffic((*ghost.traffic(None), *norm_traffic(ghost)))

@@ -25,7 +25,7 @@ train: {steps: 50, seed: 0}
 """
 
 
-def refused(path: Path | str, *overrides: str, world_size: int | None = None) -> SpecError:
+def message_for(path: Path | str, *overrides: str, world_size: int | None = None) -> SpecError:
     with pytest.raises(SpecError) as caught:
         load(path, overrides, world_size=world_size)
     assert caught.value.exit_code == 2
@@ -193,7 +193,7 @@ def test_an_error_states_place_finding_and_fix(old, new, place, finding, remedy,
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
     (tmp_path / "nested.yaml").write_text("preset: llama-tiny\n")
-    faults = refused(file).faults
+    faults = message_for(file).faults
     fault = next((f for f in faults if finding in f.finding and place in f.place), faults[0])
     assert fault.place.startswith(place)
     assert finding in fault.finding
@@ -223,7 +223,7 @@ def test_an_error_states_place_finding_and_fix(old, new, place, finding, remedy,
 def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
-    (fault,) = refused(file).faults
+    (fault,) = message_for(file).faults
     assert (fault.line, fault.text[fault.column - 1 :][: len(pointed_at)]) == (line, pointed_at)
     shown, caret = str(fault).splitlines()[1:3]
     assert shown[caret.index("^") :].startswith(pointed_at)
@@ -235,7 +235,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "compile: all\neval: &x {every: !!int 3}\nlog: *x\n")
-    error = refused(file)
+    error = message_for(file)
     places = [fault.place for fault in error.faults]
     assert places == [
         "name", "model.preset", "mesh.ep", "placement.dp_shard.parameters", "optimizer.lr",
@@ -247,7 +247,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
 def test_an_error_causes_no_further_errors(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace("dp_shard: 2", "dp_shard: x").replace("global: 16", "global: 15"))
-    assert [fault.place for fault in refused(file).faults] == ["mesh.dp_shard"]
+    assert [fault.place for fault in message_for(file).faults] == ["mesh.dp_shard"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_an_error_causes_no_further_errors(tmp_path):
 def test_a_file_that_is_no_spec_is_rejected(content, finding, remedy, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_bytes(content)
-    faults = refused(file).faults
+    faults = message_for(file).faults
     fault = next((f for f in faults if finding in f.finding), faults[0])
     assert finding in fault.finding
     assert remedy in fault.remedy
@@ -294,13 +294,13 @@ def test_a_file_that_is_no_spec_is_rejected(content, finding, remedy, tmp_path):
 )
 def test_a_path_that_leads_nowhere_is_rejected(name, finding, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert finding in refused(name).faults[0].finding
+    assert finding in message_for(name).faults[0].finding
 
 
 def test_an_unreadable_file_is_rejected(tmp_path):
     file = tmp_path / "loop.yaml"
     file.symlink_to(file)
-    assert "cannot read the spec" in refused(file).faults[0].finding
+    assert "cannot read the spec" in message_for(file).faults[0].finding
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_rejected(
 ):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
-    (fault,) = refused(file, f"mesh.{mesh}", world_size=world_size).faults
+    (fault,) = message_for(file, f"mesh.{mesh}", world_size=world_size).faults
     assert finding in fault.finding
     assert remedy in fault.remedy
 
@@ -329,10 +329,10 @@ def test_auto_with_degrees_that_do_not_divide_the_ranks_is_rejected(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
     changes = ["mesh={dp_replicate: 2, dp_shard: auto}", "placement.dp_replicate=R,R,R,R"]
-    (fault,) = refused(file, *changes, world_size=3).faults
+    (fault,) = message_for(file, *changes, world_size=3).faults
     assert "3 ranks are not a multiple of 2" in fault.finding
     changes[0] = "mesh={dp_replicate: auto, dp_shard: auto}"
-    (fault,) = refused(file, *changes, world_size=4).faults
+    (fault,) = message_for(file, *changes, world_size=4).faults
     assert "one axis size may be auto" in fault.finding
 
 
@@ -377,7 +377,7 @@ def test_a_strategy_in_the_wrong_place_is_answered_with_the_right_place(
 ):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
-    (fault,) = refused(file, placement).faults
+    (fault,) = message_for(file, placement).faults
     assert fault.place == place
     assert finding in fault.finding
     assert remedy in f"{fault.finding} {fault.remedy}"

@@ -59,7 +59,7 @@ def test_a_package_above_its_budget_is_named_with_both_figures_and_the_fix():
 def test_a_budget_far_above_its_package_is_to_be_lowered(number, budget, is_fine):
     wrong = [*budgets.over_or_under({"ptrain/spec": number}, {"ptrain/spec": budget})]
     assert (not wrong) is is_fine
-    assert is_fine or f"lowers it to {budgets.rounded(number)}" in wrong[0]
+    assert is_fine or f"lowers it to {budgets.round_up(number)}" in wrong[0]
 
 
 def test_a_package_without_budget_and_a_budget_without_package_are_named():

@@ -296,14 +296,14 @@ def test_wrapper_hooks_take_host_time_that_a_busy_device_hides():
     assert slow.seconds == pytest.approx(2 * 100 * (BLOCKS + 1))
 
 
-def _offloaded(copy: float, tier: Tier = Tier.HOST, *, overlaps: bool = True) -> StepTime:
+def _offloaded_step(copy: float, tier: Tier = Tier.HOST, *, overlaps: bool = True) -> StepTime:
     """One device, whose blocks' activations go off it, and come back, in so many seconds each."""
     away = spec(activations=ActivationSpec(default=ActivationMode(tier=tier)))
     return step_time(away, HandPace(copied=copy / MOVED, overlaps=overlaps))
 
 
 def test_activations_on_files_and_those_that_cores_copy_take_the_ranks_time():
-    for time in (_offloaded(3, overlaps=False), _offloaded(3, Tier.FILE)):
+    for time in (_offloaded_step(3, overlaps=False), _offloaded_step(3, Tier.FILE)):
         assert time.spent(Spent.COPIES) == transfer_seconds(time) == pytest.approx(2 * 3 * BLOCKS)
 
 
@@ -322,7 +322,7 @@ def test_activations_are_offloaded_and_reloaded_during_compute(copy):
         now = max(now, back)
         back = now + copy if block else now
         now += BACKWARD
-    assert _offloaded(copy).seconds == pytest.approx(now + FRONT[1])
+    assert _offloaded_step(copy).seconds == pytest.approx(now + FRONT[1])
 
 
 def test_flat_units_have_hooks_for_collectives_but_not_for_the_norm():

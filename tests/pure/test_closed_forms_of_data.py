@@ -69,7 +69,7 @@ def report(
     ]
 
 
-def plain(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
+def plain_settings(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
     settings = (plain_setting(choice, MODELS[name]) for choice in chosen)
     return (setting for setting in settings if setting is not None)
 
@@ -78,14 +78,14 @@ def plain(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sample_of_modes_meshes_layouts_and_overlap_has_its_closed_form(name, is_fresh):
     sample = Random(f"{name} {is_fresh}").sample(choices(), SAMPLE)
-    assert not report(name, plain(sample, name), MODELS[name], is_fresh=is_fresh)
+    assert not report(name, plain_settings(sample, name), MODELS[name], is_fresh=is_fresh)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_modes_meshes_layouts_and_overlap_have_their_closed_form(name):
-    assert not report(name, plain(choices(), name), MODELS[name], is_fresh=False)
+    assert not report(name, plain_settings(choices(), name), MODELS[name], is_fresh=False)
 
 
 def random_differences(
@@ -290,7 +290,7 @@ def test_muon_s_temporaries_are_a_gradient_two_matrices_and_two_grams():
 def test_every_figure_of_a_plan_is_compared():
     """A comparison of nothing would always hold."""
     facts = MODELS["equal"]
-    spec, plan = next(plain(choices(), "equal"))
+    spec, plan = next(plain_settings(choices(), "equal"))
     names = in_closed_form(spec, plan, facts, is_fresh=False)
     assert {f"peak {phase} 0" for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)} <= {
         *names

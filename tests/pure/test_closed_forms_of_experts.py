@@ -68,7 +68,7 @@ def spec_of(shape: ModelShape, ranks: int, **sections: Any) -> Spec:
     return make_spec(mesh, model=shape, **sections)
 
 
-def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
+def plan_spec(spec: Spec) -> tuple[Plan, ModelFacts]:
     shape = spec.model
     assert isinstance(shape, ModelShape)
     known = facts(shape, spec.batch.sequence, apart=expert_modules(spec))
@@ -89,7 +89,7 @@ def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]
 def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
     spec = spec_of(shape, ranks, accumulate=3, layout=LAYOUTS["fp32"])
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
     for collective, phase, calls, size in of_a_layer(spec, shape):
@@ -107,7 +107,7 @@ def test_routers_of_slices_count_over_them_in_each_layer_and_micro_batch(name, b
     mesh = {Axis.CP: (4, tuple_of("S*,S,S,S"))}
     spec = make_spec(mesh, model=shape, accumulate=3, layout=LAYOUTS["bf16"])
     spec = replace(spec, context=ContextSpec(attention=attention))
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
     stretches = 2 if attention is ZIGZAG else 1
@@ -137,7 +137,7 @@ def folded_spec(shape: ModelShape, attention: ContextAttention | None, **mesh: i
 def test_ranks_of_a_folded_tp_route_each_token_of_those_that_they_share_once(tp, attention):
     cp = {"cp": 3} if attention else {}
     spec = folded_spec(EVEN, attention, **cp, ep=2, tp=tp)
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     step = plan.experts
     assert step is not None and step.counting == ((Axis.CP, Axis.TP) if cp else (Axis.TP,))
     tokens = [[t for span in own for t in range(*span)] for own in step.spans]
@@ -156,7 +156,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
     shape = replace(EVEN, **SHAPES[name], **BALANCED)
     cp = {"cp": 3} if attention else {}
     spec = folded_spec(shape, attention, **cp, ep=2, tp=tp)
-    plan, whole = planned(spec)
+    plan, whole = plan_spec(spec)
     assert plan.experts is not None
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))
@@ -202,7 +202,7 @@ def test_a_fully_recomputed_layer_repeats_its_exchange():
             ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,))),
         )
     )
-    once, twice, stays = (totals(of, planned(of)[0]) for of in (plain, again, kept))
+    once, twice, stays = (totals(of, plan_spec(of)[0]) for of in (plain, again, kept))
     assert stays == once
     more = twice - once
     assert {key[1] for key in more} == {Phase.BACKWARD}
@@ -212,7 +212,7 @@ def test_a_fully_recomputed_layer_repeats_its_exchange():
 @pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
 def test_each_rank_has_equally_many_experts_and_all_other_parameters(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
-    plan, whole = planned(spec_of(shape, ranks))
+    plan, whole = plan_spec(spec_of(shape, ranks))
     assert plan.experts is not None
     own = with_own_experts(whole, plan.experts, ranks)
     layers = sum(map(shape.has_experts, range(shape.layers)))

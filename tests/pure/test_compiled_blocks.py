@@ -35,13 +35,13 @@ REFUSED = [
 ]
 
 
-def compiled(name: str, *overrides: str) -> Spec:
+def compiled_spec(name: str, *overrides: str) -> Spec:
     return load(name, [*overrides, "compile=block"]).spec
 
 
 @pytest.mark.parametrize(("name", "overrides", "place", "finding"), REFUSED)
 def test_unsupported_compilation_is_rejected_by_name(name, overrides, place, finding):
-    spec = compiled(name, *overrides)
+    spec = compiled_spec(name, *overrides)
     assert not check(spec)
     (fault,) = find_unsupported(spec)
     assert fault.place == place and finding in fault.finding
@@ -77,7 +77,7 @@ def test_without_a_compiler_the_peak_is_unknown_and_a_run_is_rejected(tmp_path):
 
 
 def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
-    spec = compiled("zero3", "activations=M")
+    spec = compiled_spec("zero3", "activations=M")
     plan = lower(spec)
     kinds = [type(step) for step in plan.steps]
     assert kinds.index(Keep) + 1 == kinds.index(Compile) == kinds.index(type(plan.wrap)) - 1
@@ -88,7 +88,7 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
-    spec = compiled("tp", "device=cuda")
+    spec = compiled_spec("tp", "device=cuda")
     facts = facts_from_shape(spec)
     assert facts is not None
     exact, plain = derive(spec, facts).exact, derive(load("tp", ["device=cuda"]).spec).exact
@@ -98,6 +98,6 @@ def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(mo
     states = {row.state: row for row in plain.memory if not row.rank}
     assert all(states[row.state] == row for row in exact.memory if not row.rank)
     monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
-    unproven = facts_from_shape(compiled("ddp"))
+    unproven = facts_from_shape(compiled_spec("ddp"))
     assert unproven is not None
-    assert "2.12" in derive(compiled("ddp"), unproven).exact.undefined["peak"]
+    assert "2.12" in derive(compiled_spec("ddp"), unproven).exact.undefined["peak"]

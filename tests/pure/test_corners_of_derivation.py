@@ -29,7 +29,7 @@ FACTS = make_facts(((4, 6), (3,)), ((3, 5),), ((7,),))
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
 
 
-def loaded(**changes: object) -> Spec:
+def load_spec(**changes: object) -> Spec:
     base = {
         "model": {"preset": "llama-tiny"},
         "mesh": {"dp_shard": 2},
@@ -149,25 +149,25 @@ def test_a_part_of_a_buffer_is_a_view_if_no_other_data_precedes_it():
 
 def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():
     fused = {"loss": {"kind": "fused", "chunk": 16}}
-    half = loaded(precision={"layout": "fp16"}, **fused)
+    half = load_spec(precision={"layout": "fp16"}, **fused)
     assert (is_tabulated(half), facts_from_shape(half)) == (False, None)
     for layout in ("fp32", "zero16"):
-        known = loaded(precision={"layout": layout}, **fused)
+        known = load_spec(precision={"layout": layout}, **fused)
         assert is_tabulated(known) and facts_from_shape(known) is not None
-    assert is_tabulated(loaded(precision={"layout": "fp16"}))
+    assert is_tabulated(load_spec(precision={"layout": "fp16"}))
 
 
 def test_samples_of_one_token_are_in_no_table_and_are_traced():
     """Their targets are a contiguous column: the loss copies nothing."""
-    column = loaded(batch={"global": 8, "micro": 2, "sequence": 1})
+    column = load_spec(batch={"global": 8, "micro": 2, "sequence": 1})
     assert (is_tabulated(column), facts_from_shape(column)) == (False, None)
     for micro, sequence in ((1, 1), (2, 2)):
-        known = loaded(batch={"global": 8, "micro": micro, "sequence": sequence})
+        known = load_spec(batch={"global": 8, "micro": micro, "sequence": sequence})
         assert is_tabulated(known)
 
 
 def test_every_rank_has_its_operations():
-    rows = derive(loaded()).exact.operations
+    rows = derive(load_spec()).exact.operations
     assert [row.rank for row in rows] == [0, 1]
 
 
@@ -175,7 +175,7 @@ def test_a_norm_reduced_only_within_tp_moves_to_the_device_and_back():
     """Gradients are gathered for a full update, so no data axis has a part of the norm."""
     placements = {"dp_replicate": "R,R,S@file,R", "tp": "S,S,S,R"}
     of_degree = {
-        degree: loaded(mesh={"dp_replicate": 2, "tp": degree}, placement=placements)
+        degree: load_spec(mesh={"dp_replicate": 2, "tp": degree}, placement=placements)
         for degree in (1, 2)
     }
     for degree, spec in of_degree.items():
@@ -199,9 +199,9 @@ def _copied_scalars(spec: Spec) -> dict[Collective, int]:
 
 
 def test_rows_that_do_not_divide_and_states_gathered_for_the_update_are_noted():
-    notes = " ".join(derive(loaded()).exact.notes)  # 259 rows of the embedding on 2 ranks
+    notes = " ".join(derive(load_spec()).exact.notes)  # 259 rows of the embedding on 2 ranks
     assert "ceil(d0 / 2) on every rank: 0.03% more than in the model" in notes
-    even = loaded(model={"preset": "llama-tiny", "vocab": 260})
+    even = load_spec(model={"preset": "llama-tiny", "vocab": 260})
     assert "cut by rows" not in " ".join(derive(even).exact.notes)
-    gathered = " ".join(derive(loaded(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
+    gathered = " ".join(derive(load_spec(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
     assert "optimizer state is all-gathered over dp_shard" in gathered

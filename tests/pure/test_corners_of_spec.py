@@ -22,7 +22,7 @@ from ptrain.spec.spec import rank_groups
 from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
-from tests.pure.changes import BASE, faults, loaded
+from tests.pure.changes import BASE, faults, load_changed
 
 
 def test_reading_a_valid_spec_leaves_the_tree_unchanged():
@@ -35,7 +35,7 @@ def test_reading_a_valid_spec_leaves_the_tree_unchanged():
 
 def test_an_error_without_a_place_points_to_the_first_line(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text(to_yaml(loaded().resolved))
+    file.write_text(to_yaml(load_changed().resolved))
     located = load(file).locate(Fault(place="", finding="a"))
     assert (located.source, located.line) == (str(file), 1)
 
@@ -51,12 +51,12 @@ def test_a_mesh_without_a_tuple_is_the_only_fault():
 
 def test_a_tier_that_no_state_is_on_is_rejected_where_there_are_ranks():
     assert list(faults(offload={"tier": "host"})) == ["offload.tier"]
-    assert loaded(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
+    assert load_changed(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
 
 
 def test_where_nothing_is_recomputed_every_block_is_like_the_others():
-    assert loaded(recompute={"policy": "none", "every": 3}).activations.every == 1
-    assert loaded(recompute={"every": 3}, activations="M").activations.every == 3
+    assert load_changed(recompute={"policy": "none", "every": 3}).activations.every == 1
+    assert load_changed(recompute={"every": 3}, activations="M").activations.every == 3
 
 
 def test_heads_near_to_those_that_were_written_are_offered():
@@ -111,7 +111,9 @@ def test_without_axes_every_rank_is_a_separate_group():
 
 def test_a_hidden_file_gives_its_spec_a_name_without_the_dot(tmp_path):
     file = tmp_path / ".mine.yaml"
-    file.write_text(to_yaml({key: loaded().resolved[key] for key in ("model", "batch", "mesh")}))
+    file.write_text(
+        to_yaml({key: load_changed().resolved[key] for key in ("model", "batch", "mesh")})
+    )
     assert load(file, ["mesh.dp_shard=1"]).spec.name == "mine"
 
 
@@ -136,10 +138,10 @@ def test_slices_of_activations_that_name_no_axis_are_rejected():
 
 def test_tokens_become_the_nearest_number_of_micro_batches():
     batch = {"global": "200 tokens", "micro": 2, "sequence": 32}  # 6.25 samples; 4 in one step
-    assert loaded(batch=batch).batch.global_samples == 8
+    assert load_changed(batch=batch).batch.global_samples == 8
     odd = {"global": "400 tokens", "micro": 2, "sequence": 32}  # 12 samples
-    assert loaded(batch=odd).batch.accumulate == 4  # a power of two
-    assert loaded(batch=odd | {"round": "none"}).batch.accumulate == 3
+    assert load_changed(batch=odd).batch.accumulate == 4  # a power of two
+    assert load_changed(batch=odd | {"round": "none"}).batch.accumulate == 3
 
 
 def test_a_strategy_rejects_a_mesh_with_one_axis_more():
@@ -150,7 +152,9 @@ def test_a_strategy_rejects_a_mesh_with_one_axis_more():
 def test_reshard_and_its_long_form_must_agree():
     both = faults(reshard=True, sync={"reshard_after_forward": False})
     assert "which is false" in both["reshard"].finding
-    assert loaded(reshard=False).sync == loaded(sync={"reshard_after_forward": False}).sync
+    assert (
+        load_changed(reshard=False).sync == load_changed(sync={"reshard_after_forward": False}).sync
+    )
 
 
 def test_an_error_in_a_command_line_mapping_points_to_the_command_line():
@@ -160,7 +164,7 @@ def test_an_error_in_a_command_line_mapping_points_to_the_command_line():
 
 def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
     kept = {"activations": "M"}
-    assert loaded(recompute={"keep": ["softmax"]}, **kept) == loaded(
+    assert load_changed(recompute={"keep": ["softmax"]}, **kept) == load_changed(
         recompute={"keep": "softmax"}, **kept
     )
     wrong = faults(recompute={"keep": ["softmax", "soft"]}, **kept)
@@ -172,12 +176,12 @@ def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
 def test_a_bucket_is_written_as_a_word_or_in_bytes():
     sizes = {"per-tensor": "per-tensor", "whole": "whole", "32 KiB": 2**15}
     for written, resolved in sizes.items():
-        assert loaded(bucket=written).resolved["bucket"] == resolved
+        assert load_changed(bucket=written).resolved["bucket"] == resolved
 
 
 def test_a_file_of_dots_alone_gives_its_spec_the_name_spec(tmp_path):
     file = tmp_path / "-.-.yaml"
-    file.write_text(to_yaml(loaded().resolved | {"name": None}).replace("name: null\n", ""))
+    file.write_text(to_yaml(load_changed().resolved | {"name": None}).replace("name: null\n", ""))
     dots = file.rename(tmp_path / "....yaml")
     assert load(dots).spec.name == "spec"
 
@@ -230,7 +234,7 @@ def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks()
 
 
 def test_a_checkpoint_at_the_end_is_a_word():
-    assert loaded(checkpoint="at_end").checkpoint.at_end
+    assert load_changed(checkpoint="at_end").checkpoint.at_end
     assert "checkpoint" in faults(checkpoint="AT_END")
 
 
@@ -260,10 +264,10 @@ def test_a_list_with_a_tag_in_it_is_at_fault_for_both():
 def test_tp_and_pp_keys_are_written_for_two_ranks_or_more():
     stages = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
     slices = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
-    plain = loaded(mesh={}, placement={}).resolved
+    plain = load_changed(mesh={}, placement={}).resolved
     assert "pipeline" not in plain and "tensor" not in plain
-    assert "pipeline" in loaded(**stages).resolved
-    assert "tensor" in loaded(**slices).resolved
+    assert "pipeline" in load_changed(**stages).resolved
+    assert "tensor" in load_changed(**slices).resolved
 
 
 def test_torchs_names_of_dtypes_are_understood():

@@ -264,11 +264,11 @@ TENSOR_DIALS = {"tensor.plan": ("naive",), "tensor.loss_parallel": ("false",)}
 EVEN = "model.vocab=260"
 
 
-def _each(dials: dict[str, tuple[str, ...]]) -> list[str]:
+def _assignments(dials: dict[str, tuple[str, ...]]) -> list[str]:
     return [f"{key}={value}" for key, values in dials.items() for value in values]
 
 
-@pytest.mark.parametrize("dial", _each(DATA_DIALS))
+@pytest.mark.parametrize("dial", _assignments(DATA_DIALS))
 def test_a_dial_of_the_data_axes_is_rejected_where_tp_is_alone(dial):
     (fault,) = check(load("tp", [dial]).spec)
     key = dial.split("=")[0]
@@ -282,7 +282,7 @@ def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means
     assert not check(load(name, ["gather_after_update=blocking"]).spec)
 
 
-@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(TENSOR_DIALS))
 @pytest.mark.parametrize("mesh", ["{dp_shard: 2}", "{dp_shard: 2, tp: 1}"])
 def test_a_dial_of_tp_is_rejected_where_there_are_ranks_but_no_tp(dial, mesh):
     (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
@@ -298,13 +298,13 @@ def test_roles_of_a_user_model_are_rejected_without_tp():
     assert not check(load(own | {"mesh": {"dp_shard": 1}}).spec)
 
 
-@pytest.mark.parametrize("dial", _each(DATA_DIALS | TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(DATA_DIALS | TENSOR_DIALS))
 def test_every_dial_is_free_on_one_rank(dial):
     assert not check(load("tp", [dial, "mesh.tp=1", EVEN]).spec)
     assert not check(load("zero3", [dial, "mesh.dp_shard=1", EVEN]).spec)
 
 
-@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(TENSOR_DIALS))
 def test_the_dials_of_tp_are_obeyed_with_it(dial):
     assert not check(load("tp-zero3", [dial, EVEN]).spec)
     assert not check(load("tp", [dial, EVEN]).spec)

@@ -35,7 +35,7 @@ DIALS = {
 OFTEN = 0.1  # a dial is not at its default
 
 
-def drawn(seed: int) -> Spec:
+def random_spec(seed: int) -> Spec:
     draw = random.Random(seed)
     axes = draw.choice([["dp_shard"], ["dp_replicate"], ["dp_replicate", "dp_shard"]])
     dials = {key: draw.choice(each) for key, each in DIALS.items() if draw.random() < OFTEN}
@@ -68,7 +68,7 @@ def drawn(seed: int) -> Spec:
 @pytest.mark.parametrize("decade", range(20))
 def test_a_drawn_spec_is_read_back_and_either_rejected_with_a_fix_or_predicted(decade):
     for seed in range(10 * decade, 10 * decade + 10):
-        spec = drawn(seed)
+        spec = random_spec(seed)
         assert load(spec.resolved).spec == spec
         faults = check(spec)
         assert all(fault.place and fault.finding and fault.remedy for fault in faults)
@@ -83,4 +83,4 @@ def test_a_drawn_spec_is_read_back_and_either_rejected_with_a_fix_or_predicted(d
 
 
 def test_many_random_specs_are_legal():
-    assert sum(not check(drawn(seed)) for seed in range(200)) > 50
+    assert sum(not check(random_spec(seed)) for seed in range(200)) > 50

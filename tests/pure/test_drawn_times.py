@@ -19,7 +19,7 @@ PACE = HandPace(operation=1e-12, byte=1e-9, sent=1e-7, copied=1e-9, element=1e-9
 
 
 @pytest.fixture(scope="module")
-def written(benchmark_module):
+def written_specs(benchmark_module):
     frozen = benchmark_module("snapshot").frozen()["drawn"]
     return [row["written"] for row in frozen.values()][::EVERY]
 
@@ -28,9 +28,9 @@ def bytes_of(estimate: Estimate) -> tuple[object, ...]:
     return [*estimate.memory], [*estimate.peak], estimate.traffic, estimate.accounts
 
 
-def test_a_clock_changes_no_byte_and_counts_repeated_blocks(written):
+def test_a_clock_changes_no_byte_and_counts_repeated_blocks(written_specs):
     timed = 0
-    for words in written:
+    for words in written_specs:
         spec = require_runnable(load(dict(words)))
         known = derive(spec)
         plan, facts = known.plan, known.facts

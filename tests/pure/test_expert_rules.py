@@ -251,7 +251,7 @@ def test_the_inspected_model_must_match_the_spec():
 FOLDED = TensorSpec(experts=FOLDED_EXPERTS)
 
 
-def folded(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
+def folded_spec(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
     mesh = {Axis.EP: (ep, WHOLE), Axis.TP: (tp, tuple_of("S,S,S"))}
     return replace(make_spec(mesh, model=model, **sections), tensor=tensor)
 
@@ -267,16 +267,16 @@ def folded(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
     ],
 )
 def test_ranks_of_ep_and_a_folded_tp_have_as_many_experts(experts, ep, remedy):
-    (fault,) = check(folded(ep, model=replace(FOUR, experts=experts)))
+    (fault,) = check(folded_spec(ep, model=replace(FOUR, experts=experts)))
     assert (fault.place, fault.remedy) == ("mesh.ep", remedy)
     assert fault.finding == f"{ep} × 2 ranks do not divide {experts} experts"
 
 
 def test_full_experts_have_any_width_and_shared_ones_are_sharded():
     odd = replace(FOUR, expert_ffn=7)
-    assert not check(folded(model=odd))
-    (cut,) = check(folded(model=odd, tensor=TensorSpec()))
-    (shared,) = check(folded(model=replace(odd, shared_experts=1)))
+    assert not check(folded_spec(model=odd))
+    (cut,) = check(folded_spec(model=odd, tensor=TensorSpec()))
+    (shared,) = check(folded_spec(model=replace(odd, shared_experts=1)))
     assert cut == shared and cut.finding == "tp=2 does not divide expert_ffn: 7"
 
 
@@ -306,11 +306,11 @@ def test_folding_requires_both_axes_and_experts(axes, model, place, finding, rem
 
 
 def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
-    (fault,) = check(folded(sequence=15))
+    (fault,) = check(folded_spec(sequence=15))
     assert fault.place == "batch.sequence"
     assert fault.finding.startswith("15 tokens per rank cannot be split evenly over the 2 tp ranks")
     naive = TensorSpec(experts=FOLDED_EXPERTS, plan=NAIVE)
-    (fault,) = (*check(folded(tensor=naive)), *find_unsupported(folded(tensor=naive)))
+    (fault,) = (*check(folded_spec(tensor=naive)), *find_unsupported(folded_spec(tensor=naive)))
     assert fault.place == "tensor.plan" and "not supported yet: naive" in fault.finding
 
 
@@ -320,7 +320,7 @@ def test_a_group_of_both_axes_has_both_names():
 
 
 def test_a_folded_rank_routes_its_slice_among_the_ranks_of_both_axes():
-    spec = folded()
+    spec = folded_spec()
     assert spec.expert_axes == (Axis.EP, Axis.TP)
     assert spec.routed_tokens == spec.own_tokens // 2
     assert token_places(spec) == (0, 1, 2, 3)

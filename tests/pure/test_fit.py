@@ -34,7 +34,7 @@ def fit_of(*overrides: str, name: str = "zero3") -> Fit:
     return fit(spec, derive(spec).exact)
 
 
-def limited(spec: Spec, memory: int) -> Spec:
+def with_device_memory(spec: Spec, memory: int) -> Spec:
     assert spec.cluster is not None
     return replace(spec, cluster=replace(spec.cluster, device_memory=memory))
 
@@ -119,7 +119,7 @@ def test_the_spec_names_its_target_by_device_and_cluster(cluster, device, is_kno
 
 
 def test_with_dropout_states_that_are_too_large_for_a_gpu_do_not_fit():
-    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
+    spec = with_device_memory(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     exact = derive(spec).exact
     found = fit(spec, exact)
     assert found.fits is False
@@ -217,7 +217,7 @@ def test_a_comparison_has_no_peak_of_a_cpu_for_a_gpu(ptrain, tmp_path):
 
 
 def test_nothing_is_offered_on_a_peak_that_is_none():
-    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
+    spec = with_device_memory(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     assert find_changes(spec).variants == ()
     with pytest.raises(DoesNotFit, match="states alone are") as refused:
         require_fit(spec, derive(spec).exact)

@@ -23,7 +23,7 @@ from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import BY_HAND, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
-from tests.pure.replayed_steps import resident, sent
+from tests.pure.replayed_steps import resident, traffic_of_ranks
 
 # Two blocks and a root; 17 -> 18 elements for 2 ranks.
 BLOCK = ((5, 3), (2,))
@@ -48,15 +48,15 @@ def plan_of(spec: Spec, **dials) -> Plan:
     return plan.replace_steps(replace(plan.wrap, **dials))
 
 
-def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[int, int]]:
+def traffic_by_call(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[int, int]]:
     """{(collective, state, phase): (calls, payload)}."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
-        for row in sent(make_wrapping(spec, plan_of(spec, **dials), FACTS))
+        for row in traffic_of_ranks(make_wrapping(spec, plan_of(spec, **dials), FACTS))
     }
 
 
-def held(spec: Spec, **dials) -> dict[State, tuple[int, int, int]]:
+def resident_bytes(spec: Spec, **dials) -> dict[State, tuple[int, int, int]]:
     """Device, host and file bytes of rank 1."""
     return {
         row.state: (row.device_bytes, row.host_bytes, row.file_bytes)
@@ -67,7 +67,7 @@ def held(spec: Spec, **dials) -> dict[State, tuple[int, int, int]]:
 
 def test_offloaded_parameters_and_optimizer_leave_only_gradients_on_the_device():
     spec = on_two(tuple_of("O,O,S"), layout=ZERO16)
-    found = held(spec)
+    found = resident_bytes(spec)
     assert found[THETA] == (0, FLAT // 2 * 2, 0)
     assert found[OMEGA] == (0, FLAT // 2 * 12 + 3 * 4, 0)
     assert found[G] == (FLAT // 2 * 2, 0, 0)
@@ -76,7 +76,7 @@ def test_offloaded_parameters_and_optimizer_leave_only_gradients_on_the_device()
 def test_offloaded_parameters_come_for_each_use_and_gradients_go_once():
     spec = on_two(tuple_of("O,O,S"), layout=ZERO16)
     whole, part = FLAT * 2, FLAT // 2 * 2
-    assert moved(spec) == {
+    assert traffic_by_call(spec) == {
         (H2D, THETA, FORWARD): (3, part),
         (AG, THETA, FORWARD): (3, whole),
         (H2D, THETA, BACKWARD): (3, part),
@@ -88,7 +88,7 @@ def test_offloaded_parameters_come_for_each_use_and_gradients_go_once():
 
 def test_a_whole_copy_on_the_host_needs_no_collective_to_come():
     spec = on_two(tuple_of("R@host,S,S"))
-    rows = moved(spec)
+    rows = traffic_by_call(spec)
     assert rows[H2D, THETA, FORWARD] == rows[H2D, THETA, BACKWARD] == (3, 4 * FLAT)
     assert (AG, THETA, FORWARD) not in rows
     # the update: its part comes to the device, the parts are gathered there, the whole goes back
@@ -100,20 +100,20 @@ def test_a_file_is_read_and_written_through_the_host():
     spec = on_two(tuple_of("S*@file,S@file,S@file"))
     part = 4 * FLAT // 2
     state = 2 * part + 3 * 4  # two moments and a counter by unit
-    rows = moved(spec)
+    rows = traffic_by_call(spec)
     assert rows[READ, THETA, FORWARD] == rows[H2D, THETA, FORWARD] == (3, part)
     assert rows[D2H, G, BACKWARD] == rows[WRITE, G, BACKWARD] == (3, part)
     assert (READ, G, BACKWARD) not in rows  # the first micro-batch finds nothing to add to
     assert rows[READ, G, UPDATE] == (3, part)
     assert rows[READ, OMEGA, UPDATE] == rows[WRITE, OMEGA, UPDATE] == (3 * 3, state)
     assert rows[READ, THETA, UPDATE] == rows[WRITE, THETA, UPDATE] == (3, part)
-    assert held(spec)[THETA] == held(spec)[G] == (0, 0, part)
-    assert held(spec)[OMEGA] == (0, 0, state)
+    assert resident_bytes(spec)[THETA] == resident_bytes(spec)[G] == (0, 0, part)
+    assert resident_bytes(spec)[OMEGA] == (0, 0, state)
 
 
 def test_later_micro_batches_read_gradients_kept_in_a_file():
     spec = on_two(tuple_of("R,S,S@file"), accumulate=3)
-    rows = moved(spec)
+    rows = traffic_by_call(spec)
     part = 4 * FLAT // 2
     assert rows[WRITE, G, BACKWARD] == rows[D2H, G, BACKWARD] == (9, 3 * part)
     assert rows[READ, G, BACKWARD] == (6, 2 * part)
@@ -122,14 +122,14 @@ def test_later_micro_batches_read_gradients_kept_in_a_file():
 def test_an_optimizer_streamed_to_the_device_is_copied_in_and_out():
     spec = on_two(tuple_of("R,O,S"))
     state = 4 * FLAT + 3 * 4
-    rows = moved(spec, update_tier=Tier.DEVICE)
+    rows = traffic_by_call(spec, update_tier=Tier.DEVICE)
     assert rows[H2D, OMEGA, UPDATE] == rows[D2H, OMEGA, UPDATE] == (9, state)
     assert (D2H, G, UPDATE) not in rows
-    assert moved(spec)[D2H, G, UPDATE] == (3, 4 * FLAT // 2)
+    assert traffic_by_call(spec)[D2H, G, UPDATE] == (3, 4 * FLAT // 2)
 
 
 def test_gathered_optimizer_state_is_gathered_for_the_update():
-    rows = moved(on_two(tuple_of("R,S*,S")))
+    rows = traffic_by_call(on_two(tuple_of("R,S*,S")))
     assert rows[AG, OMEGA, UPDATE] == (2 * 3, 2 * 4 * FLAT)
     assert rows[AG, G, UPDATE] == (3, 4 * FLAT)
     assert (AG, THETA, UPDATE) not in rows
@@ -137,35 +137,35 @@ def test_gathered_optimizer_state_is_gathered_for_the_update():
 
 def test_materialized_gradients_are_used_up_in_the_backward_pass():
     spec = on_two(tuple_of("S*,S,M"))
-    rows = moved(spec)
+    rows = traffic_by_call(spec)
     assert not [key for key in rows if key[2] is UPDATE]
     assert rows[RS, G, BACKWARD] == (3, 4 * FLAT)
-    assert held(spec)[G] == (0, 0, 0)
+    assert resident_bytes(spec)[G] == (0, 0, 0)
 
 
 def test_materialized_parameters_are_the_master_copies():
     spec = on_two(tuple_of("M,S,R"), layout=ZERO16)
-    assert held(spec)[THETA] == (0, 0, 0)
-    assert held(spec)[OMEGA] == (FLAT // 2 * 12 + 3 * 4, 0, 0)
-    rows = moved(spec)
+    assert resident_bytes(spec)[THETA] == (0, 0, 0)
+    assert resident_bytes(spec)[OMEGA] == (FLAT // 2 * 12 + 3 * 4, 0, 0)
+    rows = traffic_by_call(spec)
     assert rows[AG, THETA, FORWARD] == (3, 2 * FLAT)  # in the dtype of use
     assert not [key for key in rows if key[1:] == (THETA, UPDATE)]
 
 
 def test_an_overlapped_reduction_only_changes_its_phase():
     spec = on_two(ZERO_1)
-    late, early = moved(spec), moved(spec, overlaps=True)
+    late, early = traffic_by_call(spec), traffic_by_call(spec, overlaps=True)
     assert late[RS, G, UPDATE] == early[RS, G, BACKWARD]
     assert (RS, G, UPDATE) not in early
-    assert held(spec)[G] == (4 * FLAT, 0, 0)
-    assert held(spec, overlaps=True)[G] == (4 * FLAT // 2, 0, 0)
+    assert resident_bytes(spec)[G] == (4 * FLAT, 0, 0)
+    assert resident_bytes(spec, overlaps=True)[G] == (4 * FLAT // 2, 0, 0)
 
 
 def test_parameters_become_whole_after_the_update_or_in_the_next_forward():
     spec = on_two(ZERO_2)
-    blocking = moved(spec)
-    during = moved(spec, gather_after_update=GatherAfterUpdate.DURING_UPDATE)
-    late = moved(spec, gather_after_update=GatherAfterUpdate.NEXT_FORWARD)
+    blocking = traffic_by_call(spec)
+    during = traffic_by_call(spec, gather_after_update=GatherAfterUpdate.DURING_UPDATE)
+    late = traffic_by_call(spec, gather_after_update=GatherAfterUpdate.NEXT_FORWARD)
     assert blocking == during
     assert late[AG, THETA, FORWARD] == blocking[AG, THETA, UPDATE]
     assert (AG, THETA, UPDATE) not in late
@@ -176,13 +176,13 @@ def test_parameters_become_whole_after_the_update_or_in_the_next_forward():
 )
 def test_a_layout_that_keeps_both_holds_a_second_gradient(placement, bytes_per_element):
     spec = on_two(tuple_of(placement), layout=LAYOUTS["zero20"])
-    assert held(spec)[G] == (FLAT * bytes_per_element, 0, 0)
+    assert resident_bytes(spec)[G] == (FLAT * bytes_per_element, 0, 0)
 
 
 def test_gradients_travel_in_the_dtype_of_the_reduction_and_are_kept_in_another():
     spec = on_two(tuple_of("R,S,S"), layout=LAYOUTS["fsdp-mixed"])
-    assert moved(spec)[RS, G, BACKWARD] == (3, 2 * FLAT)
-    assert held(spec)[G] == (4 * FLAT // 2, 0, 0)
+    assert traffic_by_call(spec)[RS, G, BACKWARD] == (3, 2 * FLAT)
+    assert resident_bytes(spec)[G] == (4 * FLAT // 2, 0, 0)
 
 
 def test_scalars_of_gradients_on_the_host_travel_to_be_reduced():
@@ -190,7 +190,7 @@ def test_scalars_of_gradients_on_the_host_travel_to_be_reduced():
     spec = replace(spec, optimizer=replace(spec.optimizer, clip=1.0))
     scalars = [
         (row.key.collective, row.calls, row.payload_bytes)
-        for row in sent(make_wrapping(spec, plan_of(spec), FACTS))
+        for row in traffic_of_ranks(make_wrapping(spec, plan_of(spec), FACTS))
         if row.payload_bytes <= 12
     ]
     # the norm there and back; the flag there, and it and the scale back; an all-reduce of each
@@ -309,7 +309,7 @@ def test_every_further_block_sends_the_same(drawn: tuple[Spec, Plan]):
     """Scalars are sent once, and the root in its own way; a block more is a block more."""
     spec, plan = drawn
     one, two, three = (
-        {row.key: row for row in sent(make_wrapping(spec, plan, facts))}
+        {row.key: row for row in traffic_of_ranks(make_wrapping(spec, plan, facts))}
         for facts in (make_facts(*[BLOCK] * count, ((7, 2),)) for count in (1, 2, 3))
     )
     assert one.keys() == two.keys() == three.keys()

@@ -127,9 +127,9 @@ def test_offloaded_activations_return_once_per_micro_batch():
 
 def test_recomputation_repeats_the_traffic_of_operators_but_not_of_units():
     for mode in ("M", "O"):
-        assert sent(exact(activations=mode)) == sent(exact())
+        assert calls_by_kind(exact(activations=mode)) == calls_by_kind(exact())
     cut = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
-    plain, full = sent(exact(**cut)), sent(exact(**cut, activations="M"))
+    plain, full = calls_by_kind(exact(**cut)), calls_by_kind(exact(**cut, activations="M"))
     more = {key: full[key] - plain.get(key, 0) for key in full}
     again = {key[1]: number for key, number in more.items() if number}
     # of two gathers and two sums the last sum is not needed: nobody saves what it gives
@@ -139,7 +139,7 @@ def test_recomputation_repeats_the_traffic_of_operators_but_not_of_units():
     }
 
 
-def sent(estimate: Estimate) -> dict[tuple[object, ...], int]:
+def calls_by_kind(estimate: Estimate) -> dict[tuple[object, ...], int]:
     """Calls between ranks by kind."""
     return {
         (row.key.axes, row.key.collective, row.key.phase): row.calls

@@ -139,13 +139,13 @@ def rank(module: str) -> int:
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
     for node in nodes(path, ast.Call):
-        yield node, dotted(node.func)
+        yield node, dotted_name(node.func)
 
 
-def dotted(node: ast.AST) -> str:
+def dotted_name(node: ast.AST) -> str:
     """`a.b.c` of names and attributes, else nothing."""
     if isinstance(node, ast.Attribute):
-        value = dotted(node.value)
+        value = dotted_name(node.value)
         return f"{value}.{node.attr}" if value else ""
     return node.id if isinstance(node, ast.Name) else ""
 
@@ -246,7 +246,7 @@ def test_meters_do_not_import_the_prediction():
             assert not known, f"{module} measures and must not know {known}"
 
 
-def reached(modules: list[str]) -> set[str]:
+def reachable_modules(modules: list[str]) -> set[str]:
     """These and all that they import, and what that imports …; the package itself, which names
     what stands in it, leads nowhere."""
     known, to_come = set(modules), list(modules)
@@ -267,8 +267,8 @@ def test_executing_code_does_not_import_the_prediction():
     predicts = re.compile(r"ptrain\.(derivation|selection)(\..*)?")
     starts = [module for module in MODULES if runs.fullmatch(module)]
     assert "ptrain.interpreter.program" in starts and "ptrain.train.loop" in starts
-    assert not {m for m in reached(starts) if predicts.fullmatch(m)}
-    assert any(predicts.fullmatch(m) for m in reached(["ptrain.train.session"]))
+    assert not {m for m in reachable_modules(starts) if predicts.fullmatch(m)}
+    assert any(predicts.fullmatch(m) for m in reachable_modules(["ptrain.train.session"]))
 
 
 def test_models_import_no_parallelism():
@@ -277,7 +277,7 @@ def test_models_import_no_parallelism():
     parallel = re.compile(r"ptrain\.(axes|activations|algebra|derivation|selection)(\..*)?")
     starts = [module for module in MODULES if below.fullmatch(module)]
     assert "ptrain.models.transformer" in starts
-    assert not {m for m in reached(starts) if parallel.fullmatch(m)}
+    assert not {m for m in reachable_modules(starts) if parallel.fullmatch(m)}
 
 
 def test_the_program_names_no_axis_and_no_optimizer():
@@ -399,11 +399,11 @@ def test_no_handler_catches_everything(module):
 @of_all(sorted(set(MODULES) - ENVIRONMENT))
 def test_only_the_world_reads_the_environment(module):
     for node in nodes(MODULES[module], ast.Attribute):
-        assert dotted(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
+        assert dotted_name(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
 
 
 @of_all(MODULES)
 def test_only_its_package_names_the_context_axis(module):
     path = MODULES[module]
-    named = any(dotted(node) == "Axis.CP" for node in nodes(path, ast.Attribute))
+    named = any(dotted_name(node) == "Axis.CP" for node in nodes(path, ast.Attribute))
     assert not named or re.fullmatch(NAMING_CONTEXT, module)

@@ -32,7 +32,7 @@ batch: {{accumulate: {microbatches}, micro: 1, sequence: 16}}
 """
 
 
-def listed(folder: Path, rows: str, **said: object) -> Spec:
+def listed_spec(folder: Path, rows: str, **said: object) -> Spec:
     """Return the spec with a schedule file of these rows."""
     (folder / "own.csv").write_text(rows)
     (folder / "spec.yaml").write_text(spec_text("own.csv", **said))  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def listed(folder: Path, rows: str, **said: object) -> Spec:
 
 def refusal(folder: Path, rows: str, **said: object) -> str:
     with pytest.raises(SpecError) as caught:
-        listed(folder, rows, **said)
+        listed_spec(folder, rows, **said)
     (fault,) = caught.value.faults
     assert fault.place in ("pipeline.schedule", "pipeline.stages")
     assert fault.remedy
@@ -59,7 +59,7 @@ def text_of(name: ScheduleName, size) -> str:
 
 
 def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
-    spec = listed(tmp_path, OWN)
+    spec = listed_spec(tmp_path, OWN)
     made = schedule_of(spec)
     assert [",".join(map(str, order)) for order in made.orders] == ROWS
     assert (made.rank_of, made.microbatches) == ((0, 1), 2)
@@ -70,7 +70,7 @@ def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
 def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
     size = next(s for s in BY_NAME[name] if s.ranks == 2 and s.microbatches > 3 and s.stages < 5)
     made = make_schedule(name, size)
-    spec = listed(tmp_path, text_of(name, size), ranks=2, microbatches=size.microbatches)
+    spec = listed_spec(tmp_path, text_of(name, size), ranks=2, microbatches=size.microbatches)
     assert schedule_of(spec) == made
     assert spec.pipeline.is_in_halves is any(
         part.kind in "IW" for order in made.orders for step in order for part in step.parts
@@ -78,14 +78,14 @@ def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
 
 
 def test_a_list_costs_as_much_as_the_listed_schedule(tmp_path):
-    own = derive(listed(tmp_path, OWN)).exact
+    own = derive(listed_spec(tmp_path, OWN)).exact
     (tmp_path / "named.yaml").write_text(spec_text("1f1b"))
     named = derive(require_runnable(load(tmp_path / "named.yaml"))).exact
     assert (own.memory, own.peak, own.traffic) == (named.memory, named.peak, named.traffic)
 
 
 def test_a_record_has_the_rows_and_needs_no_file(tmp_path):
-    spec = listed(tmp_path, OWN)
+    spec = listed_spec(tmp_path, OWN)
     assert spec.resolved["pipeline"]["schedule"] == ROWS
     (tmp_path / "own.csv").unlink()
     assert load(spec.resolved).spec.pipeline == spec.pipeline

@@ -47,7 +47,7 @@ HALVES = (ScheduleName.ZERO_BUBBLE, *VEES)
 ALL_IN_FLIGHT = (ScheduleName.GPIPE, ScheduleName.BFS)
 
 
-def held(derivation: Derivation) -> list[int]:
+def held_by_rank(derivation: Derivation) -> list[int]:
     """Bytes of activations by rank of pp."""
     exact = derivation.exact
     return [exact.bytes_of(State.ACTIVATIONS, rank) for rank in range(exact.world_size)]
@@ -60,14 +60,14 @@ def held_by(
     spec = spec_of(name, ranks, split, accumulate=accumulate)
     derivation = derive(spec)
     size = size_of_step(step_of(derivation), accumulate)
-    return size, boundary_bytes(spec, HIDDEN), held(derivation)
+    return size, boundary_bytes(spec, HIDDEN), held_by_rank(derivation)
 
 
 def chunks_of(split: list[int], **sections) -> list[int]:
     """Bytes of one micro-batch on each stage: what naive ranks of a stage each hold, but for the
     gradient that comes."""
     spec = spec_of("naive", len(split), split, accumulate=1, **sections)
-    *others, last = held(derive(spec))
+    *others, last = held_by_rank(derive(spec))
     return [size - boundary_bytes(spec, HIDDEN) for size in others] + [last]
 
 
@@ -176,7 +176,9 @@ def test_a_further_micro_batch_leaves_nothing_when_it_has_gone(name, ranks):
             derive(spec_of(name, ranks, split, accumulate=times * ranks)) for times in (4, 6)
         )
         size, boundary = size_of_step(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
-        for rank, (less, more) in enumerate(zip(held(few), held(many), strict=True)):
+        for rank, (less, more) in enumerate(
+            zip(held_by_rank(few), held_by_rank(many), strict=True)
+        ):
             of_rank = [chunks[stage] for stage in stages_of(size, rank)]
             grown = 2 * ranks * sum(of_rank) if name in ALL_IN_FLIGHT else 0
             assert more - less == grown, rank
@@ -197,7 +199,7 @@ def test_peaks_equal_one_micro_batch_plus_the_chunks_in_flight(name, ranks):
     of_one = spec_of("naive", ranks, split, batch=long_batch(1 if name == "gpipe" else 2))
     alone = derive(of_one)
     boundary = boundary_bytes(of_one, HIDDEN)
-    *others, last = held(alone)
+    *others, last = held_by_rank(alone)
     chunks = [*(size - boundary for size in others), last]
     for accumulate in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
         derivation = derive(spec_of(name, ranks, split, batch=long_batch(accumulate)))

@@ -14,7 +14,7 @@ BASE = {
 }
 
 
-def noted(placement: str, **changes: object) -> str:
+def notes_of(placement: str, **changes: object) -> str:
     spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
     return "\n".join(derive(spec).exact.notes)
 
@@ -33,17 +33,17 @@ def noted(placement: str, **changes: object) -> str:
     ],
 )
 def test_costs_that_no_theorem_counts_are_listed(placement, changes, words):
-    assert words in noted(placement, **changes)
+    assert words in notes_of(placement, **changes)
 
 
 def test_nothing_is_held_unsharded_where_every_micro_batch_is_reduced():
-    assert "unsharded" not in noted("S*,S,S,R")
-    assert "unsharded" not in noted("R,S,R,R")
+    assert "unsharded" not in notes_of("S*,S,S,R")
+    assert "unsharded" not in notes_of("R,S,R,R")
 
 
 def test_smaller_groups_send_their_part():
     mesh = {"mesh": {"dp_shard": 4}, "batch": {"micro": 2, "sequence": 32}}
-    assert "over 2 ranks and sends 1/2 of it" in noted("S*,S,S,R", reshard=2, **mesh)
+    assert "over 2 ranks and sends 1/2 of it" in notes_of("S*,S,S,R", reshard=2, **mesh)
 
 
 def test_a_spread_update_takes_a_third_unit():
@@ -55,9 +55,9 @@ def test_an_optimizer_with_one_moment_per_matrix_states_its_saving():
     derivation = derive(load("muon").spec)
     words = "1 moment per element of block matrices"
     assert [words in note for note in derivation.exact.notes].count(True) == 1
-    assert words not in noted("S*,S,S,R")
+    assert words not in notes_of("S*,S,S,R")
     sgd = {"optimizer": {"name": "sgd", "momentum": 0.9}}
-    assert words not in noted("S*,S,S,R", **sgd)
+    assert words not in notes_of("S*,S,S,R", **sgd)
 
 
 def noted_on(name: str, *overrides: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def clock(**pace: object) -> Clock:
     return Clock(HandPace(sent=1.0, **pace), Network(spec))
 
 
-def spent(clock: Clock) -> tuple[float, float]:
+def exposed_and_transfer(clock: Clock) -> tuple[float, float]:
     (row,) = (row for row in clock.step_time().rows if row.key.spent is Spent.COLLECTIVES)
     assert row.key.axes == ("cp",) and row.key.collective is Collective.SEND
     return row.seconds, row.moving
@@ -64,21 +64,21 @@ def test_the_clock_counts_all_traffic_and_waits_for_exposed_traffic(share: float
     timed = clock()
     work = timed.pass_seconds((hop(13, 1), *seconds(10)), Hook.FORWARD_OPERATOR)
     timed.compute(work, share)
-    assert spent(timed) == (share * 3.0, share * 13.0)
+    assert exposed_and_transfer(timed) == (share * 3.0, share * 13.0)
     assert timed.now == share * 13.0
 
 
 def test_cores_that_compute_and_send_hide_nothing():
     timed = clock(overlaps=False)
     timed.compute(timed.pass_seconds((hop(6, 1), *seconds(10)), Hook.FORWARD_OPERATOR))
-    assert spent(timed) == (6.0, 6.0)
+    assert exposed_and_transfer(timed) == (6.0, 6.0)
 
 
 def test_hops_that_products_hide_one_after_the_other_leave_nothing_to_wait_for():
     timed = clock()
     ring = (hop(6, 1), *seconds(10), hop(6, 1), *seconds(10), *seconds(10))
     timed.compute(timed.pass_seconds(ring, Hook.FORWARD_OPERATOR))
-    assert spent(timed) == (0.0, 12.0)
+    assert exposed_and_transfer(timed) == (0.0, 12.0)
 
 
 @pytest.mark.parametrize(("held_up", "waited"), [(3, 0.0), (4, 0.0), (7, 3.0), (30, 12.0)])

@@ -34,7 +34,7 @@ def names(facts: ModelFacts) -> Counter[str]:
     return Counter(tensor.name for tensor in facts.tensors)
 
 
-def held(found: Derivation, state: State, rank: int) -> int:
+def held_bytes(found: Derivation, state: State, rank: int) -> int:
     return found.exact.bytes_of(state, rank)
 
 
@@ -104,9 +104,11 @@ def test_without_a_data_axis_a_rank_holds_only_its_stages(model, name):
         own = [parts[stage] for stage in step.stages_of(rank)]
         numel = sum(part.numel for part in own)
         tensors = sum(len(part.tensors) for part in own)
-        assert held(found, State.PARAMETERS, rank) == FP32 * numel
-        assert held(found, State.GRADIENTS, rank) == FP32 * numel
-        assert held(found, State.OPTIMIZER, rank) == ADAM_STATES * FP32 * numel + STEP * tensors
+        assert held_bytes(found, State.PARAMETERS, rank) == FP32 * numel
+        assert held_bytes(found, State.GRADIENTS, rank) == FP32 * numel
+        assert (
+            held_bytes(found, State.OPTIMIZER, rank) == ADAM_STATES * FP32 * numel + STEP * tensors
+        )
 
 
 def test_a_rank_has_buffers_for_each_stage_and_a_steps_tokens_once():
@@ -116,8 +118,8 @@ def test_a_rank_has_buffers_for_each_stage_and_a_steps_tokens_once():
     tables = 2 * SEQUENCE * (HIDDEN // SHAPE["heads"] // 2) * FP32
     tokens, loss = K * MICRO * (SEQUENCE + 1) * 8, 4
     for rank in (0, 1):
-        assert held(one, State.OTHER, rank) == tables + tokens + loss
-        assert held(two, State.OTHER, rank) == 2 * tables + tokens + loss
+        assert held_bytes(one, State.OTHER, rank) == tables + tokens + loss
+        assert held_bytes(two, State.OTHER, rank) == 2 * tables + tokens + loss
 
 
 @pytest.mark.parametrize("axes", [("pp", "dp_shard"), ("dp_shard", "pp")])

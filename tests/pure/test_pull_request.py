@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ptrain.spec.names import find_spec
-from tests.pure.test_compare import verification, written
+from tests.pure.test_compare import verification, write_record
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "gate-a-pull-request.md").read_text(encoding="utf-8")
@@ -55,8 +55,8 @@ def checkout(tmp_path: Path) -> Path:
     for name, text in {"ptrain": PTRAIN, "gh": GH}.items():
         (shims / name).write_text(text)
         (shims / name).chmod(0o755)
-    written(shims / "holds.json", verification("train"))
-    written(shims / "fails.json", verification("train", holds=False))
+    write_record(shims / "holds.json", verification("train"))
+    write_record(shims / "fails.json", verification("train", holds=False))
     repository = tmp_path / "repository"
     repository.mkdir()
     git(repository, "init", "--quiet")

@@ -18,7 +18,7 @@ SEEDS = range(12)
 
 
 def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason():
-    declared = dict(keys.declared())
+    declared = dict(keys.declared_keys())
     drawn, left_out = set(keys.values()), set(keys.LEFT_OUT)
     assert not left_out - set(declared) and not drawn & left_out
     executed = {
@@ -36,7 +36,7 @@ def test_limits_and_texts_are_of_keys_that_there_are():
 
 
 def test_every_kind_of_value_is_one_that_its_key_takes():
-    declared = dict(keys.declared())
+    declared = dict(keys.declared_keys())
     for place, kinds in keys.values().items():
         for kind in kinds:
             value = kind.draw(Random(0))

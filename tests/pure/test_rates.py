@@ -256,7 +256,7 @@ def test_gpus_share_nothing_and_overlap():
 LINKS = [["within", 1e-5, 1e-6, 0.8], ["between", 2e-5, 5e-6, 1.0]]
 
 
-def linked(collective: Collective, ranks: int, nodes: int, payload: int) -> float:
+def link_seconds(collective: Collective, ranks: int, nodes: int, payload: int) -> float:
     bandwidths = {"intra_node_bandwidth": "500 GB/s", "inter_node_bandwidth": "50 GB/s"}
     known = pace(1, rates={"links": LINKS}, kind="cuda", **bandwidths)
     return known.collective_seconds(collective, ranks=ranks, nodes=nodes, payload=payload)
@@ -283,7 +283,7 @@ def linked(collective: Collective, ranks: int, nodes: int, payload: int) -> floa
     ],
 )
 def test_a_published_link_bandwidth_gives_a_collective_time(collective, ranks, nodes, seconds):
-    assert linked(collective, ranks, nodes, 10**9) == pytest.approx(seconds, rel=1e-12)
+    assert link_seconds(collective, ranks, nodes, 10**9) == pytest.approx(seconds, rel=1e-12)
 
 
 def refusal(rates: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ LADDER = [
 ]
 
 
-def said(spec):
+def resolved_policy(spec):
     """`recompute` without its budget, in a word where one is enough."""
     found = dict(spec.resolved["recompute"])
     del found["budget"]
@@ -48,19 +48,19 @@ def peaks(monkeypatch):
     table = {}
 
     def fake(spec):
-        size = table[str(said(spec))] * 2**20
+        size = table[str(resolved_policy(spec))] * 2**20
         peak = (Peak(phase=Phase.BACKWARD, rank=0, device_bytes=size),)
         return SimpleNamespace(exact=Estimate(column=Column.EXACT, world_size=1, peak=peak))
 
     monkeypatch.setattr(recompute, "derive", fake)
-    monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(said(spec)) in table)
+    monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(resolved_policy(spec)) in table)
     table |= {str(rung): 100 - 10 * number for number, rung in enumerate(LADDER)}
     return table
 
 
 def test_the_ladder_goes_from_nothing_recomputed_to_everything():
-    assert [said(spec) for spec in ladder(document().spec)] == LADDER
-    eager = [said(spec) for spec in ladder(document(attention="eager").spec)]
+    assert [resolved_policy(spec) for spec in ladder(document().spec)] == LADDER
+    eager = [resolved_policy(spec) for spec in ladder(document(attention="eager").spec)]
     assert eager == [*LADDER[:2], "attention", *LADDER[2:]]
 
 
@@ -79,7 +79,7 @@ def test_no_rung_computes_less_again_than_the_one_before(changes, sequence):
 
 def test_over_long_sequences_the_scores_cost_more_than_a_third_of_the_blocks():
     spec = document(attention="eager", batch={"global": 8, "sequence": 2048}).spec
-    assert [said(rung) for rung in ladder(spec)].index("attention") == LADDER.index(
+    assert [resolved_policy(rung) for rung in ladder(spec)].index("attention") == LADDER.index(
         {"policy": "full", "every": 2}
     )
 
@@ -96,19 +96,19 @@ def test_every_policy_can_be_chosen_and_reloads_from_the_resolved_spec(peaks):
 @pytest.mark.parametrize(("budget", "number"), [(200, 0), (100, 0), (99, 1), (79, 3), (50, 5)])
 def test_the_first_that_fits_is_taken(peaks, budget, number):
     found = resolve_auto(document(recompute={"budget": f"{budget} MiB"}))
-    assert said(found) == LADDER[number]
+    assert resolved_policy(found) == LADDER[number]
     assert found.activations.budget == budget * 2**20
     assert (found.activations.block_modes(8) == (PLAIN,) * 8) is (number == 0)
 
 
 def test_a_rung_that_is_known_by_its_trace_alone_is_left_out(peaks):
     del peaks["none"]
-    assert said(resolve_auto(document())) == "selective"
+    assert resolved_policy(resolve_auto(document())) == "selective"
 
 
 def test_blocks_that_are_not_m_stay_as_they_are(peaks):
     spec = resolve_auto(document(activations={"0-3": "M", "4-": "O"}))
-    assert said(spec) == "none"
+    assert resolved_policy(spec) == "none"
     assert spec.resolved["activations"] == {"0-3": "R", "4-": "O"}
 
 
@@ -146,7 +146,9 @@ def test_an_explicit_policy_overrides_the_budget(peaks):
         "Use `recompute={budget: 62914560}` without a policy, or a larger budget.",
     )
     peaks["selective"] = 60
-    assert said(resolve_auto(document(activations="M", recompute=written))) == "selective"
+    assert (
+        resolved_policy(resolve_auto(document(activations="M", recompute=written))) == "selective"
+    )
 
 
 def test_unknown_peaks_are_rejected_as_a_basis(peaks):

@@ -17,7 +17,7 @@ from ptrain.spec.extras import require_file_tier, unusable_folder_error
 from ptrain.spec.load import load
 from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, mark_as_latest, resume_candidates
-from tests.pure.run_folders import opened, trained
+from tests.pure.run_folders import open_folder, write_run
 
 SPEC_WITH_PROFILE = """\
 name: profiled
@@ -117,16 +117,16 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
 
 
 def test_latest_is_a_run_that_began_to_train(here):
-    first = opened().folder
+    first = open_folder().folder
     assert not (here / "runs" / "latest").is_symlink()
     mark_as_latest(first)
     assert os.readlink(here / "runs" / "latest") == first.path.name
 
 
 def test_a_run_that_is_rejected_leaves_no_folder_and_latest_alone(here):
-    mark_as_latest(opened().folder)
+    mark_as_latest(open_folder().folder)
     before = tree(here)
-    refused = opened()
+    refused = open_folder()
     (refused.folder.path / "logs" / "rank0.error.json").write_text("{}")
     refused.folder.metrics.touch()
     mark_as_latest(refused.folder)
@@ -135,19 +135,19 @@ def test_a_run_that_is_rejected_leaves_no_folder_and_latest_alone(here):
 
 
 def test_the_first_run_of_all_leaves_no_runs_either(here):
-    opened().withdraw()
+    open_folder().withdraw()
     assert not any(here.iterdir())
 
 
 def test_a_given_folder_is_left_as_it_was(here):
     (here / "empty").mkdir()
     for given in ("empty", "new/deep"):
-        opened(Path(given)).withdraw()
+        open_folder(Path(given)).withdraw()
     assert [path.name for path in here.rglob("*")] == ["empty"]
 
 
 def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(here):
-    claim = opened(here / "run")
+    claim = open_folder(here / "run")
     claim.lock.release()
     run = claim.folder
     run.summary.write_text("{}")
@@ -155,7 +155,7 @@ def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(he
     run.log(0).write_text("one\n")
     (run.path / "spec.resolved.yaml").write_text("name: before\n")
     before = tree(here)
-    again = opened(run.path, resuming=True)
+    again = open_folder(run.path, resuming=True)
     assert tree(here) != before
     again.folder.error(0).write_text("{}")
     again.withdraw()
@@ -163,7 +163,7 @@ def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(he
 
 
 def test_a_run_that_did_a_step_is_kept_whatever_ends_it(here):
-    claim = opened()
+    claim = open_folder()
     claim.folder.metrics.write_text('{"step": 1}\n')
     claim.withdraw()
     assert (claim.folder.path / "spec.resolved.yaml").exists()
@@ -203,27 +203,27 @@ def test_an_invalid_checkpoint_is_rejected_with_its_kind(here, capsys, asked, fi
 
 @pytest.mark.parametrize("asked", ["runs/a", "runs/latest", "runs/a/checkpoints/step-00000004"])
 def test_a_training_that_is_done_is_rejected_before_a_folder_is_made(here, capsys, asked):
-    trained(here / "runs" / "a", 2, 4)
+    write_run(here / "runs" / "a", 2, 4)
     (here / "runs" / "latest").symlink_to("a")
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", asked)
     assert "already at step 4 of 4\n  remedy: Set `train.steps` to more than 4" in told
 
 
 def test_another_model_is_rejected_before_a_folder_is_made(here, capsys):
-    trained(here / "runs" / "a", 4, model={"hidden": 7})
+    write_run(here / "runs" / "a", 4, model={"hidden": 7})
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert "checkpoint runs/a/checkpoints/step-00000004: error: model: " in told
     assert "hidden: 7" in told
 
 
 def test_a_damaged_checkpoint_is_reported_once_as_damaged(here, capsys):
-    (path,) = trained(here / "runs" / "a", 4)
+    (path,) = write_run(here / "runs" / "a", 4)
     (path / "__0_0.distcp").write_bytes(bytes(10))
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert told.count("__0_0.distcp: has 10 bytes, but 64 were written") == 1
     assert "its only checkpoint cannot be used" in told
     assert "checkpoint.every" not in told
-    trained(here / "runs" / "a", 8)
+    write_run(here / "runs" / "a", 8)
     (here / "runs/a/checkpoints/step-00000008" / manifest.NAME).write_text("{")
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert "none of its 2 checkpoints can be used" in told
@@ -231,13 +231,13 @@ def test_a_damaged_checkpoint_is_reported_once_as_damaged(here, capsys):
 
 
 def test_an_older_valid_checkpoint_is_used(here, capsys):
-    _, newer = trained(here / "runs" / "a", 4, 8)
+    _, newer = write_run(here / "runs" / "a", 4, 8)
     (newer / "__0_0.distcp").unlink()
     assert "already at step 4 of 3" in refusal(capsys, "train.steps=3", "--resume", "runs/a")
 
 
 def test_auto_resumes_only_the_run_of_its_folder(here, capsys):
-    trained(here / "runs" / "20260101-000000-zero3", 4)
+    write_run(here / "runs" / "20260101-000000-zero3", 4)
     assert resume_candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
     assert "error: --resume auto: auto continues the run in --run-dir" in told
@@ -250,13 +250,13 @@ def test_auto_resumes_only_the_run_of_its_folder(here, capsys):
 
 
 def test_a_second_training_in_a_run_folder_is_rejected_with_the_process_of_the_first(here, capsys):
-    claim = opened(here / "run")
+    claim = open_folder(here / "run")
     for resuming in ([], ["--resume", "auto"]):
         text = refusal(capsys, "zero3", "--run-dir", "run", *resuming)
         assert f"another training uses this folder: process {os.getpid()} on " in text
     claim.lock.release()
     claim.lock.release()
-    opened(here / "run", resuming=True).withdraw()
+    open_folder(here / "run", resuming=True).withdraw()
     assert not (here / "run" / folder.LOCK_NAME).exists()
 
 

@@ -171,7 +171,7 @@ def test_a_resident_unit_counts_for_all_its_repetitions():
     assert max(transient) > 1.9 * max(less)
 
 
-def entered(spec: Spec) -> int:
+def count_unit_entries(spec: Spec) -> int:
     """How often a unit of FSDP2 is entered in the prediction of a step."""
     calls: list[Any] = []
     enter = FullySharded.enter
@@ -189,7 +189,7 @@ def entered(spec: Spec) -> int:
 def test_more_equal_blocks_are_no_more_work(name):
     short, long = (legal(name, f"model.layers={layers}") for layers in (24, 96))
     assert short is not None and long is not None
-    assert 0 < entered(short) == entered(long)
+    assert 0 < count_unit_entries(short) == count_unit_entries(long)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.pure.replay_digests import Group, digest, groups, kept, settings
+from tests.pure.replay_digests import Group, committed_digests, digest, groups, settings
 from tests.pure.unit_replays import Life
 
 GROUPS = groups()
@@ -21,18 +21,20 @@ SETTINGS = 15_168  # of tuples, layouts, ways to reduce, overlap and micro-batch
 
 @pytest.mark.parametrize("group", BY_DEFAULT, ids=lambda group: group.name)
 def test_units_live_as_they_did(group: Group):
-    assert digest(group) == kept()[group.name]
+    assert digest(group) == committed_digests()[group.name]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("group", OTHERS, ids=lambda group: group.name)
 def test_units_live_as_they_did_in_all_other_settings(group: Group):
-    assert digest(group) == kept()[group.name]
+    assert digest(group) == committed_digests()[group.name]
 
 
 def test_there_is_a_digest_of_each_group_and_they_are_of_15_168_settings():
-    assert list(kept()) == [group.name for group in GROUPS]
-    assert len(set(kept().values())) > len(GROUPS) / 2  # overlap changes nothing in some
+    assert list(committed_digests()) == [group.name for group in GROUPS]
+    assert (
+        len(set(committed_digests().values())) > len(GROUPS) / 2
+    )  # overlap changes nothing in some
     numbers = (len(settings(group.layout, group.via, group.micro_batches)) for group in GRADIENTS)
     assert sum(numbers) == SETTINGS
 

@@ -27,28 +27,28 @@ from ptrain.timeline import Kind, Timeline
 from tests.pure.build import ZERO_2, make_facts, make_spec, tuple_of
 from tests.pure.recorded_replay import (
     FACTS,
-    asked,
     of_kind,
-    opened,
+    open_replay,
     opened_plan,
+    record_step_calls,
     step,
     write_down,
 )
 from tests.pure.test_flat_replay import on_two, plans
 
 CALLS = ("gather", "reduce-scatter", "all-reduce")
-followed = pytest.mark.usefixtures("written")
+followed = pytest.mark.usefixtures("recording")
 BLOCKS, ROOT = "blocks.0.0 … blocks.0.1", "root.0 … root.1"
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> None:
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     write_down(monkeypatch)
 
 
 @followed
 def test_zero_2_reduces_each_units_gradients_and_gathers_in_place():
-    forward, backward, reduction, update = asked(on_two(ZERO_2))
+    forward, backward, reduction, update = record_step_calls(on_two(ZERO_2))
     assert forward == reduction == []
     assert backward == [
         f"72 on device as gradients of {ROOT}",
@@ -65,7 +65,7 @@ def test_zero_2_reduces_each_units_gradients_and_gathers_in_place():
 
 @followed
 def test_host_states_are_copied_in_the_dtype_of_use_and_updated_there():
-    forward, backward, reduction, update = asked(
+    forward, backward, reduction, update = record_step_calls(
         on_two(tuple_of("O,O,S"), layout=ZERO16), prefetch=0
     )
     brought = ["18 on device as parameters", "gather awaited"]
@@ -93,7 +93,7 @@ def test_host_states_are_copied_in_the_dtype_of_use_and_updated_there():
 @followed
 def test_files_are_read_added_to_and_written_by_way_of_the_host():
     spec = on_two(tuple_of("S*@file,S@file,S@file"), accumulate=2)
-    first, backward, second, later, reduction, update = asked(spec, prefetch=0)
+    first, backward, second, later, reduction, update = record_step_calls(spec, prefetch=0)
     brought = ["36 on host as parameters", "36 on device as parameters", "gather awaited"]
     # the unit that follows in this direction is announced
     assert first == second == [*brought, "ahead 36 on file", *brought]
@@ -119,7 +119,7 @@ def test_files_are_read_added_to_and_written_by_way_of_the_host():
 @followed
 def test_a_second_gradient_is_written_where_the_first_was_and_both_are_added_up():
     spec = on_two(tuple_of("R,S,R"), layout=LAYOUTS["zero20"], accumulate=2)
-    _, first, _, second, reduction, _ = asked(spec)
+    _, first, _, second, reduction, _ = record_step_calls(spec)
     opening = [f"36 on device as gradients of {name}" for name in (ROOT, BLOCKS)]
     opening.append("clear 2 from 17")
     summed = {name: f"72 on device as gradients of {name}" for name in (BLOCKS, ROOT)}
@@ -135,7 +135,9 @@ def test_a_second_gradient_is_written_where_the_first_was_and_both_are_added_up(
 
 @followed
 def test_file_states_are_updated_on_the_device_through_the_host():
-    *_, update = asked(on_two(tuple_of("S*@file,S@file,S@file")), update_tier=Tier.DEVICE)
+    *_, update = record_step_calls(
+        on_two(tuple_of("S*@file,S@file,S@file")), update_tier=Tier.DEVICE
+    )
     states = [
         *("36 on host as optimizer", "36 on device as optimizer") * 2,
         *("4 on host as optimizer", "4 on device as optimizer"),
@@ -153,14 +155,14 @@ def test_file_states_are_updated_on_the_device_through_the_host():
 @followed
 def test_a_counter_is_no_moment_and_is_never_cast():
     spec = on_two(tuple_of("R,O,S"), layout=LAYOUTS["bf16"])
-    *_, update = asked(spec, update_tier=Tier.DEVICE)
+    *_, update = record_step_calls(spec, update_tier=Tier.DEVICE)
     unit = ["18 on device as optimizer"] * 2 + ["4 on device as optimizer", "gather begun"]
     assert [event for event in update if not event.startswith("ahead")] == [*unit, *unit]
 
 
 @followed
 def test_fully_updated_states_are_gathered_in_their_dtype():
-    *_, reduction, update = asked(on_two(tuple_of("S*,R,S")))
+    *_, reduction, update = record_step_calls(on_two(tuple_of("S*,R,S")))
     assert reduction == ["72 on device as gradients", "gather awaited"] * 2
     assert update == [
         *("ahead 72 on device", "ahead 36 on device"),
@@ -170,7 +172,7 @@ def test_fully_updated_states_are_gathered_in_their_dtype():
 
 @followed
 def test_halves_of_a_pass_open_units_and_reduce_all_of_them_after_the_second():
-    pages, flat = opened(on_two(ZERO_2))
+    pages, flat = open_replay(on_two(ZERO_2))
     flat.begin(is_first=True, is_last=True)
     pages.events = []
     flat.begin_half(Kind.INPUT)
@@ -195,7 +197,7 @@ def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeyp
     seen = []
     monkeypatch.setattr(GhostFused, "step", lambda rule, lr, scalars: seen.append((lr, scalars)))
     spec = replace(on_two(tuple_of(placement), layout=ZERO16), prefetch=0)
-    _, flat = opened(spec, consumed=False)
+    _, flat = open_replay(spec, consumed=False)
     for unit in flat.units.all:
         unit.before_backward()
     flat.end()
@@ -223,14 +225,14 @@ def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeyp
 )
 def test_optimizer_state_bears_torch_s_names(optimizer, momentum, names):
     spec = on_two(tuple_of("R,S,S"), optimizer=optimizer, momentum=momentum, layout=ZERO16)
-    _, flat = opened(spec, consumed=False)
+    _, flat = open_replay(spec, consumed=False)
     assert [{*tensors} for _, tensors in flat.update_of.tensors()] == [names] * 2
 
 
 @followed
 def test_the_padding_of_whole_tensors_is_cleared():
     spec = on_two(tuple_of("S*,S*@host,R"), layout=ZERO16, optimizer="muon", momentum=0.9)
-    *_, reduction, update = asked(spec)
+    *_, reduction, update = record_step_calls(spec)
     assert reduction == ["all-reduce awaited"] * 2
     # tensors of 15 and 2 elements on two ranks: momentum and master of the first are made
     # longer by one; of the unit's 17 in 16 bits the last is padding
@@ -239,7 +241,7 @@ def test_the_padding_of_whole_tensors_is_cleared():
 
 
 def calls_of(spec: Spec, **dials: object) -> list[list[str]]:
-    return [of_kind(events, *CALLS) for events in asked(spec, **dials)]
+    return [of_kind(events, *CALLS) for events in record_step_calls(spec, **dials)]
 
 
 @followed
@@ -342,7 +344,7 @@ def test_overlapped_gathers_are_started_and_later_ones_awaited():
 )
 def test_state_of_whole_tensors_has_their_shape_where_it_is_used_as_it_is_kept(placement, ranks):
     """Elsewhere it is flat, and padded for the ranks that keep a part each."""
-    _, flat = opened(on_two(tuple_of(placement), optimizer="muon", momentum=0.9))
+    _, flat = open_replay(on_two(tuple_of(placement), optimizer="muon", momentum=0.9))
     for target, tensors in flat.update_of.tensors():
         assert isinstance(target, TensorTarget)
         kept = target.shape if ranks is None else (-(-math.prod(target.shape) // ranks),)
@@ -388,7 +390,7 @@ def test_a_second_step_is_the_first_again(drawn: tuple[Spec, Plan]):
 
 
 def test_a_signature_contains_the_dependencies_of_a_pass():
-    _, flat = opened(on_two(ZERO_2, accumulate=2))
+    _, flat = open_replay(on_two(ZERO_2, accumulate=2))
     seen = [flat.units.signature()]
     for unit in range(2):
         flat.before_backward(unit)

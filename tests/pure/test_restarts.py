@@ -16,7 +16,7 @@ from ptrain.errors import RankFailed, SpecError
 from ptrain.train import folder, launch, options
 from ptrain.train.folder import RunFolder, apply_agent_restart, is_run_of_agent, mark_as_latest
 from ptrain.train.options import Options
-from tests.pure.run_folders import opened, trained
+from tests.pure.run_folders import open_folder, write_run
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("by_agent")
 def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkeypatch):
-    first = opened()
+    first = open_folder()
     first.lock.release()
     mark_as_latest(first.folder)
     (here / "runs" / "z").mkdir()
@@ -104,12 +104,12 @@ def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkey
 
 @pytest.mark.usefixtures("by_agent")
 def test_resume_applies_until_the_run_has_written_checkpoints(here):
-    trained(here / "run", 10, 50)
+    write_run(here / "run", 10, 50)
     for _ in range(2):  # the second attempt starts from the same checkpoint
-        opened(here / "run", resuming=True).lock.release()
+        open_folder(here / "run", resuming=True).lock.release()
         options = Options(spec="zero3", run_dir=Path("run"), resume="run/checkpoints/step-00000010")
         assert apply_agent_restart(options).resume == options.resume
-    trained(here / "run", 20)
+    write_run(here / "run", 20)
     assert apply_agent_restart(options).resume == "auto"
 
 
@@ -117,7 +117,7 @@ def test_resume_applies_until_the_run_has_written_checkpoints(here):
 def test_a_folder_that_the_first_attempt_was_rejected_is_not_taken_over(here, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.delenv("TORCHELASTIC_RUN_ID")
-        opened(here / "run").lock.release()
+        open_folder(here / "run").lock.release()
     options = Options(spec="zero3", run_dir=here / "run")
     assert apply_agent_restart(options) == options
     assert not is_run_of_agent(here / "run", "")
@@ -129,11 +129,11 @@ def test_a_first_attempt_follows_its_options(here):
 
 
 def test_a_rejected_run_is_removed_under_its_lock(here, monkeypatch):
-    claim = opened(here / "run")
+    claim = open_folder(here / "run")
 
     def put_back(*_: object) -> None:
         with pytest.raises(SpecError, match="another training uses this folder"):
-            opened(here / "run", resuming=True)
+            open_folder(here / "run", resuming=True)
 
     monkeypatch.setattr(folder, "read_latest", put_back)
     claim.withdraw()
@@ -156,7 +156,7 @@ def test_only_ptrains_launcher_restarts_failed_ranks(here, monkeypatch, capsys):
     def fails(argv: list[str], **_: object) -> int:
         resumed.append(options.parse_options(argv).resume)
         if len(resumed) == 2:
-            trained(options.parse_options(argv).run_dir, 4)
+            write_run(options.parse_options(argv).run_dir, 4)
         raise RankFailed("error: rank 1 was killed")
 
     monkeypatch.setattr(train, "launch_ranks", fails)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ptrain.train.folder import _revision as revision
-from tests.pure.run_folders import opened
+from tests.pure.run_folders import open_folder
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -37,7 +37,7 @@ def test_a_run_runs_nothing_that_the_repository_configures(repository, monkeypat
     monitor.chmod(0o755)
     git(repository, "config", "core.fsmonitor", str(monitor))
     monkeypatch.chdir(repository)
-    claim = opened()
+    claim = open_folder()
     recorded = json.loads((claim.folder.path / "env.json").read_text())
     claim.lock.release()
     assert not ran.exists()

@@ -149,7 +149,7 @@ def test_unequal_rounds_are_rejected_with_the_next_equal_number(name):
 # -------- broken schedules
 
 
-def broken(edit: dict[int, list[Step]]) -> BrokenSchedule:
+def message_for_orders(edit: dict[int, list[Step]]) -> BrokenSchedule:
     """Return the message for a 1f1b schedule of 2 ranks and 2 micro-batches with these ranks'
     orders replaced."""
     made = make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 2))
@@ -178,22 +178,22 @@ def steps(text: str) -> list[Step]:
     ],
 )
 def test_an_invalid_schedule_names_the_rank_of_the_wrong_action(rank, order, action, reason):
-    error = broken({rank: steps(order)})
+    error = message_for_orders({rank: steps(order)})
     assert (error.rank, str(error.action)) == (rank, action)
     assert str(error) == f"pipeline.schedule: rank {rank}, {action}: {reason}"
 
 
 def test_weight_passes_before_input_passes_deadlock():
-    error = broken({0: steps("0F0 0F1 0W0 0I0 0B1")})
+    error = message_for_orders({0: steps("0F0 0F1 0W0 0I0 0B1")})
     assert (error.rank, str(error.action)) == (0, "0W0")
     assert "rank 0 waits at 0W0 for 0I0 of rank 0" in str(error)
 
 
 def test_a_deadlock_names_who_waits_for_whom():
-    error = broken({0: steps("0F0 0B1 0F1 0B0"), 1: steps("1F0 1F1 1B0 1B1")})
+    error = message_for_orders({0: steps("0F0 0B1 0F1 0B0"), 1: steps("1F0 1F1 1B0 1B1")})
     assert (error.rank, str(error.action)) == (0, "0B1")
     assert "rank 0 waits at 0B1 for 0F1 of rank 0" in str(error)
-    error = broken({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
+    error = message_for_orders({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
     assert str(error).endswith(
         "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, rank 1 waits at 1F1 for 0F1 of rank 0"
     )
@@ -201,7 +201,7 @@ def test_a_deadlock_names_who_waits_for_whom():
 
 def test_halves_of_a_pair_that_depend_on_each_other_deadlock():
     pair = Pair(*steps("1F1 1B1"))
-    error = broken({1: [*steps("1F0 1B0"), pair]})
+    error = message_for_orders({1: [*steps("1F0 1B0"), pair]})
     assert (error.rank, str(error.action)) == (0, "0B1")
     assert "rank 1 waits at 1F1&1B1 for 1F1 of rank 1" in str(error)
 

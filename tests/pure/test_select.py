@@ -59,7 +59,7 @@ from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_known
 
 
-def scored(search: Search, seed: int, number: int) -> list[Scored]:
+def scored_sample(search: Search, seed: int, number: int) -> list[Scored]:
     """Return random candidates that fit, equally from all parts."""
     draw = random.Random(seed)
     room, pool = search.task.room, []
@@ -147,7 +147,7 @@ def test_a_micro_batch_that_is_no_power_of_two_is_ranked():
 def test_scored_candidates_are_legal_and_others_illegal(on_eight):
     """`Legality` asks the rules for combinations; the rules say the same of whole candidates."""
     search, base = on_eight.search, on_eight.job.base
-    for candidate in scored(search, 1, 60):
+    for candidate in scored_sample(search, 1, 60):
         spec = candidate.candidate.spec(base)
         assert not (check(spec) or find_unsupported(spec)), candidate
     legal = {
@@ -221,7 +221,7 @@ def correlation(left: list[float], right: list[float]) -> float:
 
 
 def test_estimates_have_the_order_of_exact_predictions(on_eight):
-    rows = [row for row in map(on_eight.exactly, scored(on_eight.search, 3, 40)) if row]
+    rows = [row for row in map(on_eight.exactly, scored_sample(on_eight.search, 3, 40)) if row]
     assert len(rows) > 30
     peaks = [abs(row.closed.peak / row.peak_bytes - 1) for row in rows]
     assert sorted(peaks)[len(peaks) // 2] < 0.03
@@ -475,7 +475,7 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
 
 
 def test_candidates_with_identical_figures_are_one_row(on_eight):
-    candidates = scored(on_eight.search, 5, 6)
+    candidates = scored_sample(on_eight.search, 5, 6)
     rows = [row for row in map(on_eight.exactly, candidates) if row]
     other = next(row for row in rows if row.figures != rows[0].figures)
     row = replace(rows[0], spec=replace(rows[0].spec, overlap=None, prefetch=None))
@@ -492,7 +492,7 @@ def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight
 
 def test_rows_without_a_time_are_merged_by_nominal_time(on_eight):
     """One that is slower by the order they are ranked in is a row of its own."""
-    timed = (known for known in scored(on_eight.search, 5, 20) if known.seconds < math.inf)
+    timed = (known for known in scored_sample(on_eight.search, 5, 20) if known.seconds < math.inf)
     row = on_eight.exactly(next(timed))
     assert row is not None
     untimed = replace(row, step=None)

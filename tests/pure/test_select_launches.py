@@ -16,7 +16,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import machine
-from tests.pure.test_select import correlation, scored
+from tests.pure.test_select import correlation, scored_sample
 
 # Microseconds, as a host of GPUs takes them.
 _HOOKS = {
@@ -62,7 +62,7 @@ def chooser(*where: str, times: float) -> Chooser:
 
 
 def rows_of(chooser: Chooser, number: int) -> list[Ranked]:
-    return [row for row in map(chooser.exactly, scored(chooser.search, 5, number)) if row]
+    return [row for row in map(chooser.exactly, scored_sample(chooser.search, 5, number)) if row]
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.nightly)])

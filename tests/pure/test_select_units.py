@@ -61,7 +61,7 @@ def test_ddp_does_not_reduce_by_block():
 
 
 @pytest.fixture(scope="module")
-def ranked() -> list[Ranked]:
+def ranked_units() -> list[Ranked]:
     """The best of those with a whole model and its optimizer's state in shards, by unit."""
     by_unit = (chooser("pp==1", _SPREAD, f"unit={unit}", count=2) for unit in _UNITS)
     return [row for search in by_unit for row in without_known(search.choose).ranking]
@@ -70,8 +70,8 @@ def ranked() -> list[Ranked]:
 _UNITS = ("bucket", "block", "model")
 
 
-def test_a_winning_unit_equals_the_prediction_of_its_overrides(ranked: list[Ranked]):
-    for row in ranked:
+def test_a_winning_unit_equals_the_prediction_of_its_overrides(ranked_units: list[Ranked]):
+    for row in ranked_units:
         source, *overrides = words_of(chooser().job, row.spec)
         loaded = load(source, overrides).spec
         exact = derive(loaded).exact
@@ -81,15 +81,18 @@ def test_a_winning_unit_equals_the_prediction_of_its_overrides(ranked: list[Rank
         assert (loaded.unit is None) == (unit_of(loaded) == "bucket")
 
 
-def test_a_row_shows_its_unit(ranked: list[Ranked]):
+def test_a_row_shows_its_unit(ranked_units: list[Ranked]):
     said = {
-        unit for unit in _UNITS for row in ranked if f" unit {unit} " in describe_settings(row.spec)
+        unit
+        for unit in _UNITS
+        for row in ranked_units
+        if f" unit {unit} " in describe_settings(row.spec)
     }
     assert said == {*_UNITS}
 
 
-def test_estimates_of_units_are_close_to_exact_predictions(ranked: list[Ranked]):
-    for row in ranked:
+def test_estimates_of_units_are_close_to_exact_predictions(ranked_units: list[Ranked]):
+    for row in ranked_units:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
         assert row.closed.seconds == pytest.approx(row.seconds, rel=0.15)
 

@@ -22,7 +22,7 @@ SGD_ON_MASTERS = {"optimizer": {"name": "sgd"}, "precision": {"layout": "zero16"
 DDP, FULLY = "R,R,R,R", "S*,S,S,R"
 
 
-def shown(placement: str, **changes: object) -> str:
+def text_of_plan(placement: str, **changes: object) -> str:
     spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
     return format_plan(spec, derive(spec).plan)
 
@@ -74,7 +74,7 @@ def shown(placement: str, **changes: object) -> str:
     ],
 )
 def test_the_plan_explains_its_steps(placement, changes, words):
-    assert words in shown(placement, **changes)
+    assert words in text_of_plan(placement, **changes)
 
 
 def test_a_unit_updated_within_backward_has_no_overlap():

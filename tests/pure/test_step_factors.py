@@ -40,7 +40,7 @@ def compute(clock: Clock, number: int) -> None:
     clock.compute(clock.pass_seconds(seconds(number), Hook.FORWARD_OPERATOR))
 
 
-def lost(clock: Clock) -> float:
+def interference_seconds(clock: Clock) -> float:
     return sum(row.seconds for row in clock.time_rows() if row.key.spent is Spent.INTERFERENCE)
 
 
@@ -48,16 +48,16 @@ def test_compute_slows_down_during_an_overlapped_collective():
     clock = clock_of(interference=1.0)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 10)  # 10 s on 8 nodes, in which 5 s are computed
     compute(clock, 20)
-    assert lost(clock) == 5.0 and clock.now == 25.0
+    assert interference_seconds(clock) == 5.0 and clock.now == 25.0
     compute(clock, 20)
-    assert lost(clock) == 5.0, "it is over"
+    assert interference_seconds(clock) == 5.0, "it is over"
 
 
 def test_a_collective_slows_no_more_than_is_computed():
     clock = clock_of(interference=0.5)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 100)
     compute(clock, 20)
-    assert lost(clock) == 10.0
+    assert interference_seconds(clock) == 10.0
 
 
 def test_a_collective_that_could_start_earlier_slows_earlier_compute():
@@ -66,14 +66,14 @@ def test_a_collective_that_could_start_earlier_slows_earlier_compute():
     clock.send_payload(
         GATHER, (Axis.DP_SHARD,), 10, since=8.0
     )  # from 8 to 18, beside 5 s of compute
-    assert lost(clock) == 5.0
+    assert interference_seconds(clock) == 5.0
 
 
 def test_a_collective_that_is_awaited_at_once_slows_nothing():
     clock = clock_of(interference=1.0)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 10).wait()
     compute(clock, 20)
-    assert lost(clock) == 0.0
+    assert interference_seconds(clock) == 0.0
 
 
 def test_a_step_takes_longer_with_each_doubling_of_the_nodes():

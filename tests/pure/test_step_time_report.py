@@ -51,7 +51,7 @@ def step_of(**seconds: float) -> StepTime:
     return StepTime(rows=tuple(rows))
 
 
-def derived(*overrides: str, **figures: Any) -> Derivation:
+def derive_with_step(*overrides: str, **figures: Any) -> Derivation:
     spec = load("zero3", ["cluster.preset=h100-8", *overrides]).spec
     work = model(10, 20, layers=spec.model.layers)
     machine = Machine(pace=HandPace(sent=1e-6, **figures), work=lambda _: work)
@@ -75,7 +75,7 @@ def test_the_overheads_of_a_step_are_listed_in_a_sentence(seconds, text):
 
 
 def test_a_prediction_has_a_block_whose_parts_add_up_to_the_step():
-    derivation = derived()
+    derivation = derive_with_step()
     step = derivation.exact.step
     text = prediction_screen(prediction_of(derivation, offer=False))
     block = text[text.index("time per step") :].split("\n\n")[0].splitlines()
@@ -96,7 +96,7 @@ def test_without_rates_the_block_gives_the_reason_if_a_cluster_is_named():
 
 
 def test_a_step_is_in_the_record_and_reads_back():
-    estimate = derived("overlap=none").exact
+    estimate = derive_with_step("overlap=none").exact
     result = json.loads(
         json.dumps(result_record("zero3", (estimate,), step_seconds={"measured": 2.5}))
     )
@@ -132,7 +132,7 @@ def test_measured_seconds_are_shown_next_to_predicted_ones_without_a_verdict():
 
 def test_tokens_per_second_and_utilization_follow_from_the_operations():
     """6N + 12Lds for full attention, 6N + 6Lds for causal attention; N without the embedding."""
-    derivation = derived()
+    derivation = derive_with_step()
     shape, spec = derivation.spec.model, derivation.spec
     numel = derivation.facts.numel - shape.vocab * shape.hidden
     scores = shape.layers * shape.hidden * spec.batch.sequence

@@ -261,7 +261,7 @@ def test_a_chart_is_written(ptrain, tmp_path):
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
+def point_with_time(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
     """The point with a step of so many seconds, or with none and why."""
     prediction = point.prediction
     assert prediction is not None
@@ -275,7 +275,11 @@ def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint
 
 def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     slow, fast, _ = points()
-    rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
+    rows = [
+        point_with_time(slow, 2.5),
+        point_with_time(fast, 0.25),
+        point_with_time(fast, None, "no rates"),
+    ]
     lines = sweep_table(rows).splitlines()
     assert [row["step time"] for row in rows_of(sweep_table(rows))] == ["2.50 s", "250 ms", "–"]
     usable = "usable memory per device: 74.12 GiB (79.1 GiB less a reserve of 4.977 GiB)"
@@ -288,8 +292,8 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
 
 def test_the_fastest_point_that_fits_is_named_or_that_none_fits():
     fits, large, refused = points()
-    slow = replace(timed(fits, 2.5), label="slow")
-    rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
+    slow = replace(point_with_time(fits, 2.5), label="slow")
+    rows = [point_with_time(large, 0.25), slow, point_with_time(fits, 0.5), refused]
     best = f"Fastest that fits: {fits.label}, 65.5k tokens/s/GPU\n"
     assert sweep_table(rows).startswith(best)  # 64 samples of 4096 on 8 devices
     assert "None fits" not in sweep_table(rows)
@@ -302,7 +306,7 @@ def test_a_smaller_mesh_with_a_higher_pace_is_the_most_efficient_not_the_fastest
     fits = points()[0]
     wide = derive(load("8b-zero3", ["mesh.dp_shard=16", "cluster.devices=16"]).spec)
     point = SweepPoint(label="wide", prediction=prediction_of(wide, label="wide", offer=False))
-    rows = [timed(fits, 0.5), timed(point, 0.4)]
+    rows = [point_with_time(fits, 0.5), point_with_time(point, 0.4)]
     assert sweep_table(rows).startswith(
         f"Most efficient that fits: {fits.label}, 65.5k tokens/s/GPU\n"
     )

@@ -24,7 +24,7 @@ PRECISIONS = {DType.FP32: "full", DType.FP64: "full", DType.BF16: "bf16"}
 BATCHES = {1: "-one", 2: "", 8: ""}
 
 
-def named() -> list[tuple[str, str, Setting]]:
+def name_parts() -> list[tuple[str, str, Setting]]:
     """Return the parts of a name for operators, for dtype and batch, and the setting."""
     return [
         (kind, f"-{precision}{one}", setting(shape, compute, batch=batch))
@@ -34,16 +34,16 @@ def named() -> list[tuple[str, str, Setting]]:
     ]
 
 
-def tied(whole: Setting, *, is_tied: bool) -> Setting:
+def with_tied_head(whole: Setting, *, is_tied: bool) -> Setting:
     return replace(whole, shape=replace(whole.shape, tied=is_tied))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied):
     tying, seen = "tied" if is_tied else "untied", set()
-    for kind, rest, whole in named():
+    for kind, rest, whole in name_parts():
         family, _, own = kind.partition("-")
-        name = tied(whole, is_tied=is_tied).name(TablePart.PASSES)
+        name = with_tied_head(whole, is_tied=is_tied).name(TablePart.PASSES)
         assert name == f"{family}-{tying}-{own}{rest}"
         seen.add(name)
     of_gpus = {name.replace("dropout", "dropout-cuda") for name in seen if "dropout" in name}
@@ -53,7 +53,7 @@ def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied)
 
 
 def test_gpu_dropout_has_separate_tables():
-    for kind, rest, whole in named():
+    for kind, rest, whole in name_parts():
         name = replace(whole, is_for_cuda=True).name(TablePart.PASSES)
         mine = kind.replace("dropout", "dropout-cuda")
         assert name == f"{mine.replace('-', '-untied-', 1)}{rest}"
@@ -62,7 +62,7 @@ def test_gpu_dropout_has_separate_tables():
 
 def test_a_block_is_named_without_the_tying():
     seen = set()
-    for kind, rest, whole in named():
+    for kind, rest, whole in name_parts():
         name = whole.name(TablePart.BLOCK)
         assert (name, whole.way(TablePart.BLOCK)) == (f"{kind}{rest}", "plain")
         seen |= {name, replace(whole, is_for_cuda=True).name(TablePart.BLOCK)}
@@ -72,8 +72,8 @@ def test_a_block_is_named_without_the_tying():
 def test_the_loss_is_named_without_heads_and_dropout():
     seen = set()
     for is_tied in (True, False):
-        for kind, rest, whole in named():
-            name = tied(whole, is_tied=is_tied).name(TablePart.LOSS)
+        for kind, rest, whole in name_parts():
+            name = with_tied_head(whole, is_tied=is_tied).name(TablePart.LOSS)
             assert name == f"{kind.partition('-')[0]}-{'tied' if is_tied else 'untied'}{rest}"
             seen.add(name)
     assert seen == table_names(TablePart.LOSS)

@@ -48,7 +48,7 @@ def _is_within(inner: Rectangle, outer: Rectangle) -> bool:
     )
 
 
-def shared(one: Rectangle, other: Rectangle) -> float:
+def overlap_area(one: Rectangle, other: Rectangle) -> float:
     wide = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
     high = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
     return max(0.0, wide) * max(0.0, high)
@@ -57,7 +57,7 @@ def shared(one: Rectangle, other: Rectangle) -> float:
 @pytest.mark.parametrize("name", SPECS)
 def test_the_scores_cover_the_unmasked_area_once(name: str):
     _, drawn = square(tokens_sheet("any", step_of(name)))
-    assert all(shared(*pair) < 1e-6 for pair in combinations(drawn, 2))
+    assert all(overlap_area(*pair) < 1e-6 for pair in combinations(drawn, 2))
     area = sum(r.width * r.height for r in drawn) / SQUARE**2
     assert 0.5 < area < 0.6  # stairs approximate a diagonal
 
@@ -116,7 +116,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     words = ["mesh={pp: 2, cp: 2}", "placement={pp: 'S,S,S,R', cp: 'R,R,R,S'}"]
     chart = tmp_path / "a.svg"
-    monkeypatch.setattr("ptrain.cli.plan.derive", _planned)
+    monkeypatch.setattr("ptrain.cli.plan.derive", _plan_spec)
     monkeypatch.setattr("ptrain.cli.plan.load_facts", lambda spec, **_: None)
     assert main(["plan", "cp-ring", *words, "--json", "--chart", str(chart)]) == 0
     capsys.readouterr()
@@ -128,7 +128,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     assert bubble < tokens < sheet.height
 
 
-def _planned(spec, facts, **_):
+def _plan_spec(spec, facts, **_):
     from ptrain.derivation.estimate import derive
     from ptrain.plan.lower import built_in_facts
 

@@ -111,7 +111,7 @@ def test_a_name_of_a_spec_is_that_spec_whatever_folder_lies_there(tmp_path, monk
 
 
 @pytest.fixture
-def started(monkeypatch):
+def launched_specs(monkeypatch):
     """Return the launched specs; their ranks leave a record, in which the first fails."""
     found = []
 
@@ -127,16 +127,16 @@ def started(monkeypatch):
     return found
 
 
-def test_several_specs_and_lists_are_verified_one_after_the_other(started, capsys):
+def test_several_specs_and_lists_are_verified_one_after_the_other(launched_specs, capsys):
     assert main(["verify", "zero3", "zero1", "mesh.dp_shard=2,4", "--json", "--steps", "9"]) == 1
-    assert [(ranks, spec.name) for _, ranks, _, spec in started] == [
+    assert [(ranks, spec.name) for _, ranks, _, spec in launched_specs] == [
         (2, "zero3"),
         (4, "zero3"),
         (2, "zero1"),
         (4, "zero1"),
     ]
-    assert {asked.steps for asked, *_ in started} == {9}
-    assert {module for _, _, module, _ in started} == {"ptrain.verification"}
+    assert {asked.steps for asked, *_ in launched_specs} == {9}
+    assert {module for _, _, module, _ in launched_specs} == {"ptrain.verification"}
     records = json.loads(capsys.readouterr().out)
     assert [record["verdict"] for record in records] == ["fails", "holds", "holds", "holds"]
 

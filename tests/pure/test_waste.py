@@ -112,7 +112,7 @@ def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleTy
     return {name: benchmark_module(name) for name in names}
 
 
-def planted(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
+def planted_changes(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
     """By kind what stands in the place of statements."""
     (folder / "life.py").write_text(source, encoding="utf-8")
     mutants = modules["_waste"].of_module(folder, "life.py")
@@ -123,11 +123,11 @@ def planted(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
 
 
 def test_waste_is_planted_where_memory_is_freed_by_a_call(modules, tmp_path):
-    assert planted(modules, tmp_path, COUNTED) == PLANTED
+    assert planted_changes(modules, tmp_path, COUNTED) == PLANTED
 
 
 def test_waste_is_planted_where_memory_is_freed_by_forgetting_its_name(modules, tmp_path):
-    assert planted(modules, tmp_path, NAMED) == PLANTED_BY_NAME
+    assert planted_changes(modules, tmp_path, NAMED) == PLANTED_BY_NAME
 
 
 def test_extra_and_late_frees_on_a_tape_are_planted(modules, tmp_path):
@@ -135,7 +135,7 @@ def test_extra_and_late_frees_on_a_tape_are_planted(modules, tmp_path):
         "def start(self, size):\n    self.tape.add(size)\n    self.tape.spike(size)\n"
         "    self.tape.add(-size)\n    self.buffer = 0\n"
     )
-    rises = planted(modules, tmp_path, source)
+    rises = planted_changes(modules, tmp_path, source)
     assert rises["extra temporary"] == (
         "self.tape.add(size)\nself.tape.spike(size)",
         "self.tape.add(size)\nself.tape.spike(size)\nself.tape.add(-size)",

@@ -26,7 +26,7 @@ from ptrain.spec.placement import M
 from ptrain.spec.resolve_sections import CHUNK
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import UNWRITTEN, to_yaml
-from tests.pure.changes import BASE, faults, loaded
+from tests.pure.changes import BASE, faults, load_changed
 
 
 def remedies(**changes: object) -> dict[str, str]:
@@ -217,8 +217,8 @@ def test_all_unsupported_values_are_rejected_at_their_place_with_an_alternative(
 
 def test_the_alternatives_of_unsupported_values_are_accepted():
     for word in ("sdpa", "eager", "flex", "math"):
-        assert loaded(attention=word, compile=False, tensor={"asynchronous": False})
-    assert loaded(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
+        assert load_changed(attention=word, compile=False, tensor={"asynchronous": False})
+    assert load_changed(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
 
 
 def test_flash_is_rejected_only_as_unsupported():
@@ -226,23 +226,26 @@ def test_flash_is_rejected_only_as_unsupported():
 
 
 def test_words_for_attention_loss_and_buckets_have_their_values():
-    attention = {word: loaded(attention=word).model.attention.value for word in ("sdpa", "math")}
-    assert attention | {"": loaded().model.attention.value} == {
+    attention = {
+        word: load_changed(attention=word).model.attention.value for word in ("sdpa", "math")
+    }
+    assert attention | {"": load_changed().model.attention.value} == {
         "sdpa": "sdpa", "math": "eager", "": "sdpa",
     }  # fmt: skip
-    assert loaded(bucket="per-tensor").bucket_bytes == 1
-    assert loaded(bucket="whole").bucket_bytes == 2**40
-    assert loaded(bucket="size").bucket_bytes == loaded().bucket_bytes == 25 * 2**20
-    losses = {word: loaded(loss=word).loss for word in ("cross-entropy", "chunked", "fused")}
+    assert load_changed(bucket="per-tensor").bucket_bytes == 1
+    assert load_changed(bucket="whole").bucket_bytes == 2**40
+    assert load_changed(bucket="size").bucket_bytes == load_changed().bucket_bytes == 25 * 2**20
+    losses = {word: load_changed(loss=word).loss for word in ("cross-entropy", "chunked", "fused")}
     assert {word: (loss.chunk, loss.fused) for word, loss in losses.items()} == {
         "cross-entropy": (None, False), "chunked": (1024, False), "fused": (1024, True),
     }  # fmt: skip
-    assert CHUNK == 1024 and loaded(loss={"chunk": 7}).loss.chunk == 7
+    assert CHUNK == 1024 and load_changed(loss={"chunk": 7}).loss.chunk == 7
 
 
 def test_words_for_recomputation_have_their_policies_and_are_written_again():
     modes = {
-        word: loaded(activations="M", recompute=word) for word in ("full", "selective", "attention")
+        word: load_changed(activations="M", recompute=word)
+        for word in ("full", "selective", "attention")
     }
     policies = {word: asdict(spec.activations.default.policy) for word, spec in modes.items()}
     assert policies == {
@@ -253,28 +256,31 @@ def test_words_for_recomputation_have_their_policies_and_are_written_again():
     assert {word: spec.resolved["recompute"] for word, spec in modes.items()} == {
         word: word for word in modes
     }
-    assert loaded(recompute="none").activations.default.policy is None
-    assert modes["full"].resolved["activations"] == "M" and "activations" not in loaded().resolved
+    assert load_changed(recompute="none").activations.default.policy is None
+    assert (
+        modes["full"].resolved["activations"] == "M"
+        and "activations" not in load_changed().resolved
+    )
     assert UNWRITTEN == {
         "activations": "R", "recompute": "none", "attention": "sdpa", "loss": "cross-entropy",
     }  # fmt: skip
-    assert not set(UNWRITTEN) & set(loaded().resolved)
+    assert not set(UNWRITTEN) & set(load_changed().resolved)
 
 
 def test_activations_of_all_blocks_are_those_from_block_0_on():
-    assert loaded(activations={"0-": "M"}) == loaded(activations="M")
-    assert loaded(activations={"0-": "M"}).activations.by_block == ()
-    assert loaded(activations={"1-": "M"}).activations.by_block[0][:2] == (1, None)
+    assert load_changed(activations={"0-": "M"}) == load_changed(activations="M")
+    assert load_changed(activations={"0-": "M"}).activations.by_block == ()
+    assert load_changed(activations={"1-": "M"}).activations.by_block[0][:2] == (1, None)
 
 
 def test_optimizers_and_models_have_the_figures_of_their_papers():
     momenta = {
-        name: loaded(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
+        name: load_changed(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
     }
     assert momenta == {"muon": 0.95, "sgd": 0.0}
     shape = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 3, "vocab": 259}
-    assert loaded(model=shape).model.rope_base == 10_000.0
-    assert loaded(model=shape | {"family": "gpt"}).model.rope_base == 10_000.0
+    assert load_changed(model=shape).model.rope_base == 10_000.0
+    assert load_changed(model=shape | {"family": "gpt"}).model.rope_base == 10_000.0
 
 
 def test_a_key_on_the_command_line_displaces_the_one_that_excludes_it():
@@ -337,8 +343,8 @@ def test_short_forms_have_their_keys():
     assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
-    assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()
-    ddp = loaded(placement={"dp": "R,R,R,R"}, mesh={"dp": 2})
+    assert load_changed(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == load_changed()
+    ddp = load_changed(placement={"dp": "R,R,R,R"}, mesh={"dp": 2})
     assert [factor.axis.value for factor in ddp.factors] == ["dp_replicate"]
 
 

@@ -32,7 +32,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, make_facts, make_spec, tuple_of
-from tests.pure.replayed_steps import sent
+from tests.pure.replayed_steps import traffic_of_ranks
 
 # Two blocks and a root, of which 4 ranks have unequal rows.
 BLOCK = ((5, 3), (2,))
@@ -48,7 +48,7 @@ POLICIES = [
 ]
 
 
-def planned(mesh, **options) -> tuple[Spec, Plan]:
+def plan_spec(mesh, **options) -> tuple[Spec, Plan]:
     spec = make_spec(mesh, clip=None, model=BY_HAND, **options)
     return spec, lower(spec, FACTS)
 
@@ -61,7 +61,7 @@ def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:
             row.payload_bytes,
             row.sent_bytes,
         )
-        for row in sent(make_wrapping(spec, plan, facts))
+        for row in traffic_of_ranks(make_wrapping(spec, plan, facts))
     }
 
 
@@ -74,7 +74,7 @@ def part_numel(shape: tuple[int, ...], sync: SyncPolicy) -> int:
     return padded_rows(shape, RANKS)
 
 
-def counted(step: FullyShard, layout, count: int) -> dict:
+def count_fsdp2_calls(step: FullyShard, layout, count: int) -> dict:
     """The same of FSDP2, by how often a unit is gathered and reduced, and how long its rows are."""
     totals: dict[tuple, Counter] = {}
 
@@ -104,15 +104,15 @@ def counted(step: FullyShard, layout, count: int) -> dict:
 @pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_fsdp2_sends_as_often_as_its_policy_requires(mesh, policy: SyncPolicy, count: int):
-    spec, plan = planned(mesh, accumulate=count, sync=policy, layout=ZERO16)
+    spec, plan = plan_spec(mesh, accumulate=count, sync=policy, layout=ZERO16)
     assert isinstance(plan.wrap, FullyShard)
-    assert calls(spec, plan) == counted(plan.wrap, plan.update.layout, count)
+    assert calls(spec, plan) == count_fsdp2_calls(plan.wrap, plan.update.layout, count)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolicy):
     """Counts of one micro-batch after the other: then both are the same."""
-    spec, plan = planned(FULLY, accumulate=5, sync=policy)
+    spec, plan = plan_spec(FULLY, accumulate=5, sync=policy)
     ghost = make_wrapping(spec, plan, FACTS)
 
     def times(sync: SyncPolicy, *, is_root: bool) -> GatherCounts:
@@ -122,10 +122,10 @@ def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolic
 
 
 def test_a_reduction_by_exchange_names_the_replacement():
-    spec, plan = planned(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    spec, plan = plan_spec(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     told = {
         row.key.via
-        for row in sent(make_wrapping(spec, plan, FACTS))
+        for row in traffic_of_ranks(make_wrapping(spec, plan, FACTS))
         if row.key.state is State.GRADIENTS
     }
     assert told == {"all_to_all"}
@@ -134,7 +134,7 @@ def test_a_reduction_by_exchange_names_the_replacement():
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_ddp_sends_each_bucket_once_during_or_after_backward(overlaps: bool):
     facts = replace(FACTS, gradient_order=tuple(t.name for t in FACTS.tensors)[::-1])
-    spec, plan = planned({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
+    spec, plan = plan_spec({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
     plan = plan.replace_steps(replace(plan.wrap, overlaps=overlaps))
     # in bytes, as they arrive: 56 and 16; 8 and 60 and 8; 60 are left for the end
     whole = FACTS.numel * 4
@@ -145,7 +145,7 @@ def test_ddp_sends_each_bucket_once_during_or_after_backward(overlaps: bool):
 
 
 def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
-    spec, plan = planned({Axis.DP_REPLICATE: (RANKS, ZERO_1)})
+    spec, plan = plan_spec({Axis.DP_REPLICATE: (RANKS, ZERO_1)})
     # the largest first, each to the rank that has least: 15, 15, 14, and 4 + 2 + 2
     owned, tensors = [15, 15, 14, 8], [1, 1, 1, 3]
     kinds, kind_of = by_shard(make_wrapping(spec, plan, FACTS))
@@ -157,7 +157,7 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
 
 def test_an_owner_of_nothing_has_a_bucket_of_one_element():
     facts = make_facts(((6,),))
-    spec, plan = planned({Axis.DP_REPLICATE: (3, ZERO_1)})
+    spec, plan = plan_spec({Axis.DP_REPLICATE: (3, ZERO_1)})
     kinds, kind_of = by_shard(make_wrapping(spec, plan, facts))
     parameters, omega, gradients, _ = kinds[kind_of[2]]
     assert (parameters.device_bytes, omega.device_bytes) == (24 + 4 + 4, 0)
@@ -167,7 +167,7 @@ def test_an_owner_of_nothing_has_a_bucket_of_one_element():
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_an_update_in_place_keeps_and_casts_the_layouts_states(layout, optimizer: str):
-    spec, plan = planned({}, layout=layout, optimizer=optimizer, momentum=0.9)
+    spec, plan = plan_spec({}, layout=layout, optimizer=optimizer, momentum=0.9)
     moments = 2 if optimizer == "adamw" else 1
     update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
     master = layout.master.itemsize if layout.master else 0
@@ -187,7 +187,7 @@ def test_an_update_in_place_keeps_and_casts_the_layouts_states(layout, optimizer
 
 @pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
 def test_muon_works_in_place_on_a_matrix_at_a_time(layout):
-    spec, plan = planned({}, layout=layout, optimizer="muon")
+    spec, plan = plan_spec({}, layout=layout, optimizer="muon")
     block = FACTS.units[0]
     casts = (layout.gradients is not layout.update_dtype) + 0
     temporaries = muon_temporaries((5, 3), DType.FP32, scaled=layout.scales_loss)
@@ -197,7 +197,7 @@ def test_muon_works_in_place_on_a_matrix_at_a_time(layout):
 
 @pytest.mark.parametrize("shard", range(RANKS))
 def test_the_shards_of_fsdp2_are_the_master_copies_of_materialized_parameters(shard: int):
-    spec, plan = planned({Axis.DP_SHARD: (RANKS, tuple_of("M,S,S"))}, layout=ZERO16)
+    spec, plan = plan_spec({Axis.DP_SHARD: (RANKS, tuple_of("M,S,S"))}, layout=ZERO16)
     layout = replace(ZERO16, gradients=DType.FP32)
     step = FullyShard(
         shard_axes=(Axis.DP_SHARD,),

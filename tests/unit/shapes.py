@@ -75,7 +75,7 @@ COMPOSED = [
 ]
 
 
-def traced(
+def trace_shape(
     shape: ModelShape,
     dtype: torch.dtype,
     unit: UnitSize | None = None,

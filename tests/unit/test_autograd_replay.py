@@ -156,7 +156,7 @@ def adopting(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequ
     yield (other,)
 
 
-def drawn(seed: int) -> Program:
+def random_order(seed: int) -> Program:
     def program(on: WatchedRuntime[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
         draw, bound = Random(seed), set[int]()
         whole = on.room.zeros(17, DType.FP32, DEVICE, G)
@@ -187,7 +187,7 @@ def test_replayed_gradients_have_the_lifetimes_of_autograds(program, mesh):
 
 def test_replayed_gradients_have_the_lifetimes_of_autograds_in_random_orders(mesh):
     for seed in range(60):
-        require_equal_notes(drawn(seed), mesh, f"seed {seed}")
+        require_equal_notes(random_order(seed), mesh, f"seed {seed}")
 
 
 def test_replayed_members_equal_those_of_parameters():

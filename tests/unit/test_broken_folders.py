@@ -59,7 +59,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Break:
     return broken
 
 
-def replaced(change: Callable[[dict[str, Any]], object]) -> Break:
+def replace_tensors(change: Callable[[dict[str, Any]], object]) -> Break:
     """Other tensors in the weights' file."""
 
     def broken(folder: Path) -> None:
@@ -178,24 +178,24 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "is not a valid safetensors file",
     ),
     "whole numbers": (
-        replaced(lambda w: w.update({NORM: w[NORM].to(torch.int64)})),
+        replace_tensors(lambda w: w.update({NORM: w[NORM].to(torch.int64)})),
         "model.norm.weight is I64",
     ),
     "64 bits": (
-        replaced(lambda w: w.update({NORM: w[NORM].double()})),
+        replace_tensors(lambda w: w.update({NORM: w[NORM].double()})),
         "is F64; weights must be F32",
     ),
     "a tensor too few": (
-        replaced(lambda w: w.pop(NORM)),
+        replace_tensors(lambda w: w.pop(NORM)),
         "the tensor model.norm.weight is missing",
     ),
-    "no head": (replaced(lambda w: w.pop(HEAD)), "the tensor lm_head.weight is missing"),
+    "no head": (replace_tensors(lambda w: w.pop(HEAD)), "the tensor lm_head.weight is missing"),
     "a tensor too many": (
-        replaced(lambda w: w.update(surplus=torch.ones(2))),
+        replace_tensors(lambda w: w.update(surplus=torch.ones(2))),
         "1 tensors do not belong to this model, for example surplus",
     ),
     "a tensor turned": (
-        replaced(lambda w: w.update({HEAD: w[HEAD].T.contiguous()})),
+        replace_tensors(lambda w: w.update({HEAD: w[HEAD].T.contiguous()})),
         r"lm_head.weight is \[32, 259\]",
     ),
     "an index that is no JSON": (text(INDEX, "{"), "index.json cannot be read: JSONDecodeError"),

@@ -138,7 +138,7 @@ def read(odd: Odd) -> None:
     odd.scale = odd.linear.weight.sum().item()
 
 
-def assigned(odd: Odd) -> None:
+def assign_parameter(odd: Odd) -> None:
     odd.more = [odd.linear.bias]
 
 
@@ -152,7 +152,7 @@ def large_from_elsewhere(odd: Odd) -> None:
     [
         (orthogonal, "its constructor fails on the meta device|runs"),
         (read, "its constructor fails on the meta device"),
-        (assigned, "computes more from a parameter"),
+        (assign_parameter, "computes more from a parameter"),
         (large_from_elsewhere, "computes values before it makes them parameters"),
     ],
 )

@@ -37,14 +37,14 @@ SPEC = require_runnable(
 NAMES = ("CreateMesh", "Keep", "LocalGradients", "ChunkedLoss", "Accumulate", "Clip", "Update")
 
 
-def executed(plan: Plan) -> Program:
+def execute_plan(plan: Plan) -> Program:
     rank = prepare_construction(SPEC, world=World())
     rank.plan = plan
     execute(rank)
     return Program(rank)
 
 
-def lowered() -> Plan:
+def lower_spec() -> Plan:
     return prepare_construction(SPEC, world=World()).plan
 
 
@@ -64,9 +64,9 @@ def test_every_kind_of_step_has_one_executor():
 
 
 def test_the_executed_steps_equal_the_plan():
-    plan = lowered()
+    plan = lower_spec()
     assert tuple(type(step).__name__ for step in plan.steps) == NAMES
-    program = executed(plan)
+    program = execute_plan(plan)
     assert tuple(each.step for each in program.ran) == plan.steps
     assert [each.piece for each in program.ran] == [None, 0, 0, 0, None, None, None]
 
@@ -74,38 +74,38 @@ def test_the_executed_steps_equal_the_plan():
 @pytest.mark.parametrize("pair", list(combinations(range(len(NAMES)), 2)), ids=str)
 def test_two_steps_that_change_places_are_rejected_or_change_nothing(pair: tuple[int, int]):
     first, second = pair
-    plan = lowered()
+    plan = lower_spec()
     steps = list(plan.steps)
     steps[first], steps[second] = steps[second], steps[first]
     try:
-        program = executed(replace(plan, steps=tuple(steps)))
+        program = execute_plan(replace(plan, steps=tuple(steps)))
     except BrokenPlan as error:
         assert "cannot run at this position" in str(error)
         return
     assert {NAMES[first], NAMES[second]} == {"ChunkedLoss", "Accumulate"}
     assert tuple(each.step for each in program.ran) == tuple(steps)
-    assert losses(program) == losses(executed(plan))
+    assert losses(program) == losses(execute_plan(plan))
 
 
 @pytest.mark.parametrize("place", range(len(NAMES)))
 def test_optional_steps_may_be_missing_and_others_not(place: int):
-    plan = lowered()
+    plan = lower_spec()
     others = (*plan.steps[:place], *plan.steps[place + 1 :])
     if NAMES[place] in ("Keep", "ChunkedLoss", "Clip"):
-        assert tuple(each.step for each in executed(replace(plan, steps=others)).ran) == others
+        assert tuple(each.step for each in execute_plan(replace(plan, steps=others)).ran) == others
         return
     with pytest.raises(AssertionError, match=r"no (mesh|wrap|accumulate|update)"):
         replace(plan, steps=others)
 
 
 def test_a_repeated_step_is_rejected():
-    plan = lowered()
+    plan = lower_spec()
     with pytest.raises(AssertionError, match="two steps of a kind"):
         replace(plan, steps=(*plan.steps, plan.update))
 
 
 def test_a_step_is_replaced_in_its_position():
-    plan = lowered()
+    plan = lower_spec()
     assert plan.clip is not None and plan.keep is not None
     other = plan.replace_steps(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))
     assert [type(step) for step in other.steps] == [type(step) for step in plan.steps]
@@ -118,7 +118,7 @@ def test_a_step_is_replaced_in_its_position():
 
 def test_a_program_goes_with_its_last_name():
     """No cycle holds a model until somebody collects garbage."""
-    program = executed(lowered())
+    program = execute_plan(lower_spec())
     losses(program, 1)
     gc.collect()
     gc.disable()

@@ -107,16 +107,20 @@ def counting() -> Planned:
     return model
 
 
-def planned(**plan: str) -> Planned:
+def planned_experts(**plan: str) -> Planned:
     model = Planned("row")
     vars(model)["tp_plan"] = {name.replace("_", "."): word for name, word in plan.items()}
     return model
 
 
 REFUSALS = [
-    (planned(head="head"), "declares no module that holds all experts of a layer", "tp_plan"),
-    (planned(blocks="experts"), "no module is named blocks", "tp_plan"),
-    (planned(h="experts"), "h does not stack all experts of a layer", "stacks all experts"),
+    (
+        planned_experts(head="head"),
+        "declares no module that holds all experts of a layer",
+        "tp_plan",
+    ),
+    (planned_experts(blocks="experts"), "no module is named blocks", "tp_plan"),
+    (planned_experts(h="experts"), "h does not stack all experts of a layer", "stacks all experts"),
     (counting(), f"num_experts is {EXPERTS - 1}, but the first dimension", "stacks all"),
     (Differing(), "MoE layers that differ: 4 experts", "dp_shard"),
     (Late("row"), f"receives {TOKENS - 1} rows for a sample of {TOKENS} tokens", "dp_shard"),

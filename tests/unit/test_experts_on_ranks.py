@@ -49,7 +49,7 @@ class _There(nn.Module):
         return journey.send_rows(x, ends_E)[0]
 
 
-def _recorded(module: nn.Module, x: Tensor) -> Recording:
+def _record_pass(module: nn.Module, x: Tensor) -> Recording:
     with Recorder(module, [x]) as recorder:
         y = module(x)
         recorder.end("forward")
@@ -82,7 +82,7 @@ def test_a_trip_has_the_memory_and_traffic_of_its_closed_form(group, factor):
     x = torch.ones(num_rows, shape.hidden)
     if factor is not None:
         x = x.unflatten(0, (EXPERTS, -1))
-    recording = _recorded(_There(group, shape), x)
+    recording = _record_pass(_There(group, shape), x)
     # what sets out is the caller's, so that it is no birth of these; what arrives is put in order
     assert _most(recording, rows) == trip_bytes(spec, shape)
     sent = [

@@ -72,7 +72,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def beside(folder: Path, name: str, text: str = "from tests.models_external import necks") -> str:
+def module_next_to_spec(
+    folder: Path, name: str, text: str = "from tests.models_external import necks"
+) -> str:
     """A module in the folder; the target in it."""
     file = folder.joinpath(*name.split(".")).with_suffix(".py")
     file.parent.mkdir(exist_ok=True)
@@ -80,7 +82,7 @@ def beside(folder: Path, name: str, text: str = "from tests.models_external impo
     return f"{name}:necks"
 
 
-def built(target: str, folder: Path) -> torch.nn.Module:
+def build_target(target: str, folder: Path) -> torch.nn.Module:
     model = ExternalModel(target=target, folder=str(folder))
     return build_model(model, sequence=SEQUENCE, allow_import=True)
 
@@ -88,19 +90,19 @@ def built(target: str, folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("name", ["beside_the_spec", "beside_it.model"])
 def test_a_module_next_to_the_spec_is_imported_after_installed_ones(folder, name):
     before = list(sys.path)
-    beside(folder, "yaml", "raise SystemExit('planted')")
-    assert isinstance(built(beside(folder, name), folder), torch.nn.Module)
+    module_next_to_spec(folder, "yaml", "raise SystemExit('planted')")
+    assert isinstance(build_target(module_next_to_spec(folder, name), folder), torch.nn.Module)
     assert sys.path == [*before, str(folder)]
-    built(beside(folder, name), folder)
+    build_target(module_next_to_spec(folder, name), folder)
     assert sys.path == [*before, str(folder)]
 
 
 def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path_factory.mktemp("current"))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    target = beside(Path.cwd(), "in_the_current_folder")
+    target = module_next_to_spec(Path.cwd(), "in_the_current_folder")
     with pytest.raises(SpecError) as raised:
-        built(target, folder)
+        build_target(target, folder)
     (fault,) = raised.value.faults
     assert fault.finding == "no module named 'in_the_current_folder'"
     assert str(folder) in fault.remedy and "PYTHONPATH" in fault.remedy
@@ -108,9 +110,9 @@ def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factor
 
 @pytest.mark.parametrize("name", ["calendar", "sys", "tests.models_external"])
 def test_a_name_that_is_taken_elsewhere_is_rejected_with_both_places(folder, name):
-    target = beside(folder, name)
+    target = module_next_to_spec(folder, name)
     with pytest.raises(SpecError) as raised:
-        built(target, folder)
+        build_target(target, folder)
     (fault,) = raised.value.faults
     top = name.partition(".")[0]
     there = "built-in" if name == "sys" else sys.modules[top].__file__
@@ -121,7 +123,7 @@ def test_a_name_that_is_taken_elsewhere_is_rejected_with_both_places(folder, nam
 
 def test_a_module_next_to_the_spec_and_on_the_path_is_one_module(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
-    built(beside(folder, "on_the_path"), folder)
+    build_target(module_next_to_spec(folder, "on_the_path"), folder)
 
 
 IMPORTS = [
@@ -137,7 +139,7 @@ IMPORTS = [
 def test_an_import_that_raises_is_one_message_with_its_line(folder, text, finding):
     line = 1 + text.count("\n")
     with pytest.raises(SpecError, match=rf"failing_import\.py:{line}\)\n") as raised:
-        built(beside(folder, "failing_import", text), folder)
+        build_target(module_next_to_spec(folder, "failing_import", text), folder)
     (fault,) = raised.value.faults
     assert fault.finding.startswith("importing failing_import ") and finding in fault.finding
 
@@ -145,5 +147,5 @@ def test_an_import_that_raises_is_one_message_with_its_line(folder, text, findin
 def test_tensors_of_a_module_are_real_whatever_the_model_is_built_of(folder):
     text = "import torch\nfrom tests.models_external import necks\nMASK = torch.ones(2)"
     with fake_tensors():
-        built(beside(folder, "with_a_tensor", text), folder)
+        build_target(module_next_to_spec(folder, "with_a_tensor", text), folder)
     assert not isinstance(sys.modules["with_a_tensor"].MASK, FakeTensor)

@@ -21,17 +21,17 @@ def spec_of(*overrides: str) -> Spec:
     return ptrain.load("zero3", ["batch.sequence=16", "optimizer.clip=null", *overrides]).spec
 
 
-def own() -> nn.Module:
+def user_module() -> nn.Module:
     return necks()
 
 
 def on_meta() -> nn.Module:
     with torch.device("meta"):
-        return own()
+        return user_module()
 
 
 def half_cut() -> nn.Module:
-    module = own()
+    module = user_module()
     name, parameter = next(module.named_parameters())
     parent, _, leaf = name.rpartition(".")
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
@@ -63,7 +63,7 @@ def test_a_module_that_cannot_replace_the_model_is_rejected(
 
 
 def test_a_module_is_cast_and_trained_and_its_class_replaces_the_specs_shape() -> None:
-    module = own().eval()
+    module = user_module().eval()
     spec = accept_module(module, spec_of("precision.layout=bf16"))
     assert module.training and {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert not isinstance(spec.model, ModelShape)
@@ -84,7 +84,7 @@ def test_the_shape_of_one_of_ours_takes_the_place_of_the_specs() -> None:
 
 def test_facts_of_a_module_are_those_of_the_spec_that_builds_it() -> None:
     named = spec_of("model={target: tests.models_external:necks}")
-    module = own()
+    module = user_module()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     facts = ptrain.read_facts(spec_of(), module)
     assert facts == ptrain.read_facts(named, allow_import=True)

@@ -105,7 +105,7 @@ def test_if_rank_0_has_no_socket_no_rank_has_a_host_group(
     assert on_ranks(2, lambda rank, gather: connect_ranks(rank, 2, 10.0, gather)) == [None] * 2
 
 
-def ended(group: HostGroup) -> str:
+def gather_error(group: HostGroup) -> str:
     with pytest.raises((ConnectionError, TimeoutError)) as raised:
         group.gather(b"")
     words = f"{type(raised.value).__name__}: {raised.value}"
@@ -115,7 +115,7 @@ def ended(group: HostGroup) -> str:
 
 def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() -> None:
     joined = groups(3, seconds=0.4)
-    first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else ended(joined[rank]))
+    first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else gather_error(joined[rank]))
     assert first == "TimeoutError: Timed out waiting for rank 1: no message for 0.4 s"
     assert last.startswith("ConnectionError: Connection closed by peer, rank 0: ")
     joined[1].close()
@@ -124,15 +124,15 @@ def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() 
 def test_a_silent_rank_0_cannot_be_named() -> None:
     joined = groups(2, seconds=0.2)
     words = "TimeoutError: Timed out waiting at rank 0 for all ranks: no message for 0.25 s"
-    assert ended(joined[1]) == words
+    assert gather_error(joined[1]) == words
     joined[0].close()
 
 
 def test_a_group_that_failed_once_is_closed() -> None:
     joined = groups(2, seconds=0.2)
-    assert ended(joined[0]).startswith("TimeoutError")
+    assert gather_error(joined[0]).startswith("TimeoutError")
     for group in (*joined, joined[0]):
-        assert ended(group).startswith("ConnectionError")
+        assert gather_error(group).startswith("ConnectionError")
 
 
 def test_a_rank_at_a_full_queue_does_not_wait(tmp_path: Path) -> None:

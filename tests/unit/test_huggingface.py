@@ -49,7 +49,7 @@ FAULTS = [
 ]
 
 
-def built(hf: str = "llama", **config: Any) -> torch.nn.Module:
+def build_class(hf: str = "llama", **config: Any) -> torch.nn.Module:
     return build_model(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE, seed=1)
 
 
@@ -63,7 +63,7 @@ def test_an_error_states_place_finding_and_fix(hf, config, place, finding, remed
 
 @pytest.mark.parametrize("hf", ["llama", "LlamaForCausalLM"])
 def test_names_and_logits_are_those_of_transformers(hf):
-    model = built(hf)
+    model = build_class(hf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
@@ -77,7 +77,7 @@ def test_names_and_logits_are_those_of_transformers(hf):
 
 @pytest.mark.parametrize(("hf", "kind"), [("llama", "sdpa"), ("gemma2", "eager")])
 def test_the_default_attention_is_the_best_of_the_class(hf, kind):
-    assert built(hf).config._attn_implementation == kind
+    assert build_class(hf).config._attn_implementation == kind
 
 
 def test_attention_that_is_named_and_that_the_class_lacks_is_rejected():
@@ -88,7 +88,7 @@ def test_attention_that_is_named_and_that_the_class_lacks_is_rejected():
 
 def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():
     before = torch.get_rng_state()
-    one, other = built(), built()
+    one, other = build_class(), build_class()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert keeps_its_weights(one)
@@ -96,20 +96,20 @@ def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding(tied):
-    model = built(tie_word_embeddings=tied)
+    model = build_class(tie_word_embeddings=tied)
     names = [name for name, _ in model.named_parameters()]
     assert ("lm_head.weight" not in names) is tied
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
 def test_units_are_the_blocks_that_the_class_names():
-    assert unit_modules(built()) == (("model.layers.0",), ("model.layers.1",), ("",))
+    assert unit_modules(build_class()) == (("model.layers.0",), ("model.layers.1",), ("",))
     neox = build_model(HuggingFaceModel(hf="gpt_neox", config=NEOX), sequence=SEQUENCE)
     assert unit_modules(neox) == (("gpt_neox.layers.0",), ("gpt_neox.layers.1",), ("",))
 
 
 def test_units_may_be_parts_of_blocks():
-    units = unit_modules(built(num_hidden_layers=1), UnitSize(kind=UnitKind.SUB_BLOCK))
+    units = unit_modules(build_class(num_hidden_layers=1), UnitSize(kind=UnitKind.SUB_BLOCK))
     assert units == (
         ("model.layers.0.self_attn",),
         ("model.layers.0.mlp",),
@@ -121,7 +121,7 @@ def test_units_may_be_parts_of_blocks():
 def test_without_transformers_the_fix_is_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SpecError, match=r"pip install 'transformers>="):
-        built()
+        build_class()
 
 
 def test_a_built_in_model_does_not_import_transformers(monkeypatch):

@@ -44,7 +44,7 @@ def shares(spec: Spec, source: Corpus | None = None, step: int = 0) -> list[Loca
     ]
 
 
-def counted(local: LocalBatch) -> int:
+def count_targets(local: LocalBatch) -> int:
     return sum(int((b.targets != IGNORED).sum()) for b in local.micro_batches(2))
 
 
@@ -56,12 +56,12 @@ def test_ignored_tokens_are_inputs_and_no_targets() -> None:
         assert (following == SPACE).any()
         assert torch.equal(targets == IGNORED, following == SPACE)
         assert torch.equal(targets[targets != IGNORED], following[following != SPACE])
-    assert counted(local) != counted(other)
+    assert count_targets(local) != count_targets(other)
 
 
 def test_a_step_is_divided_by_the_targets_that_count_on_all_ranks() -> None:
     parts = shares(spec_of())
-    total = sum(map(counted, parts))
+    total = sum(map(count_targets, parts))
     assert [part.global_tokens for part in parts] == [total, total]
     assert [part.global_samples for part in parts] == [16, 16]
     assert total < 16 * 16
@@ -70,7 +70,7 @@ def test_a_step_is_divided_by_the_targets_that_count_on_all_ranks() -> None:
 def test_a_step_without_a_target_that_counts_has_no_loss_and_divides_by_one() -> None:
     spec = spec_of(f"data.ignored={[*range(259)]}")
     (local, _) = shares(spec)
-    assert counted(local) == 0 and local.global_tokens == 1
+    assert count_targets(local) == 0 and local.global_tokens == 1
 
 
 def test_the_reference_is_torchs_mean_over_the_whole_batch() -> None:

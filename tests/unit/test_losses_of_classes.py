@@ -31,7 +31,7 @@ CLASSES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe")
 CODEBOOKS = "loss_fct(codebook_logits"
 
 
-def built(hf: str, **config: Any) -> Any:
+def build_class(hf: str, **config: Any) -> Any:
     return build_model(HuggingFaceModel(hf=hf, config={**SIZES, **config}), sequence=16)
 
 
@@ -42,13 +42,13 @@ def test_a_router_loss_is_rejected_with_the_override_that_drops_it(
 ) -> None:
     fields = {"model_type": hf} if published else {}
     with pytest.raises(SpecError) as caught:
-        built(hf, output_router_logits=True, **fields)
+        build_class(hf, output_router_logits=True, **fields)
     (fault,) = caught.value.faults
     assert fault.place == "model.config.output_router_logits"
     assert "adds a term to its loss" in fault.finding
     assert "`model.config.output_router_logits=False`" in fault.remedy
-    assert built(hf, output_router_logits=False, **fields) is not None
-    assert built(hf, **fields) is not None, "no class has it by itself"
+    assert build_class(hf, output_router_logits=False, **fields) is not None
+    assert build_class(hf, **fields) is not None, "no class has it by itself"
 
 
 def test_the_fix_is_an_override(ptrain, capsys) -> None:

@@ -65,14 +65,14 @@ def first_tokens(source: SampleSource, spec: Spec, step: int, degree: int) -> li
     return [token for turn in turns for own in rows for token in own[turn : turn + micro]]
 
 
-def drawn(spec: Spec, steps: range, degree: int = 1) -> list[int]:
+def first_tokens_of_steps(spec: Spec, steps: range, degree: int = 1) -> list[int]:
     source = open_corpus(spec.data)
     return [*chain.from_iterable(first_tokens(source, spec, step, degree) for step in steps)]
 
 
 def test_each_file_has_its_share_and_separate_epochs(folder: Path):
     spec = spec_of(folder)
-    stream = drawn(spec, range(60))
+    stream = first_tokens_of_steps(spec, range(60))
     files = [token // 1000 for token in stream]
     for cycle in range(0, len(files) - 8, 9):  # 6 : 2 : 1
         assert Counter(files[cycle : cycle + 9]) == {0: 6, 1: 2, 2: 1}
@@ -91,11 +91,16 @@ def test_each_file_has_its_share_and_separate_epochs(folder: Path):
 def test_every_mesh_draws_the_same_samples_and_a_run_resumes(folder: Path, degree: int, micro: int):
     spec = spec_of(folder)
     other = spec_of(folder, f"mesh.dp_shard={degree}", micro=micro)
-    assert drawn(other, range(5, 9), degree) == drawn(spec, range(9))[5 * 12 :]
+    assert (
+        first_tokens_of_steps(other, range(5, 9), degree)
+        == first_tokens_of_steps(spec, range(9))[5 * 12 :]
+    )
 
 
 def test_another_seed_draws_in_another_order(folder: Path):
-    assert drawn(spec_of(folder), range(3)) != drawn(spec_of(folder, "train.seed=1"), range(3))
+    assert first_tokens_of_steps(spec_of(folder), range(3)) != first_tokens_of_steps(
+        spec_of(folder, "train.seed=1"), range(3)
+    )
 
 
 def test_held_out_samples_of_each_file_are_equal_on_every_mesh(folder: Path, tmp_path: Path):

@@ -28,7 +28,7 @@ from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.models_from_folder import build, save_decoder
-from tests.unit.test_windows_of_weights import drawn
+from tests.unit.test_windows_of_weights import random_window
 
 CPU = torch.device("cpu")
 FUNCTION = UserFunction(section="model", target="tests.models_from_folder:build")
@@ -40,7 +40,7 @@ def spec_of(folder: Path, arguments: str = "", *words: str, target: str = FUNCTI
     return load("ddp", ("mesh={}", "placement={}", *words)).spec
 
 
-def by(change: Callable[[nn.Module], None], more: int) -> nn.Module:
+def build_changed(change: Callable[[nn.Module], None], more: int) -> nn.Module:
     """Build the decoder, and then something more of it."""
     torch.manual_seed(more)
     with convert_exceptions(partial(target_fault, FUNCTION)):
@@ -88,7 +88,7 @@ NEEDING: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 def test_a_model_that_needs_parameter_values_is_not_built_on_meta(case: str) -> None:
     change, finding = NEEDING[case]
     with pytest.raises(NeedsValuesError, match=finding):
-        build_on_meta(partial(by, change))
+        build_on_meta(partial(build_changed, change))
 
 
 def test_all_but_parameters_is_as_it_is_with_values() -> None:
@@ -98,7 +98,7 @@ def test_all_but_parameters_is_as_it_is_with_values() -> None:
         module.get_submodule("norm").register_parameter("again", drawn_first)
         drawn_first.said = "kept"
 
-    with_values, module = by(change, 0), build_on_meta(partial(by, change))
+    with_values, module = build_changed(change, 0), build_on_meta(partial(build_changed, change))
     before = dict(with_values.named_parameters(remove_duplicate=False))
     after = dict(module.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys()
@@ -141,7 +141,7 @@ def test_dtypes_of_the_module_round_before_those_of_the_spec(tmp_path: Path) -> 
 
 def test_a_look_has_few_numbers_of_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path / "in")
-    module = build_on_meta(partial(by, lambda module: None))
+    module = build_on_meta(partial(build_changed, lambda module: None))
     weights, before = ModuleWeights(module, str(folder)), dict(module.named_parameters())
     with repeated_values(module, weights):
         assert weights.bytes_read < 4 * 32 * 260
@@ -180,7 +180,7 @@ def test_stretches_of_a_window_are_the_window_and_none_is_larger_than_it_may(mos
     random = Random(most)
     shape = (3, 5, 8)
     stored = torch.arange(120.0).view(shape)
-    for window in (full_window(shape), *(drawn(random, shape) for _ in range(8))):
+    for window in (full_window(shape), *(random_window(random, shape) for _ in range(8))):
         place = torch.full([size for _, size in window], -1.0)
         for part, target in split_window(window, place, shape, most) if place.numel() else ():
             reach = part[1][1] * 8 if part[0][1] == 1 else part[0][1] * 40
@@ -198,7 +198,7 @@ def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) 
         order.reorder(path, child)
         for leaf, tensor in before.items():
             name, held = f"{path}.{leaf}", child.get_parameter(leaf)
-            for window in (drawn(random, tuple(held.shape)) for _ in range(8)):
+            for window in (random_window(random, tuple(held.shape)) for _ in range(8)):
                 part = torch.empty([size for _, size in window])
                 for own, place in order.model_windows(name, held.shape, window, part):
                     place.copy_(narrow_to_window(tensor, own))

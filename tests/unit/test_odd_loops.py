@@ -94,13 +94,13 @@ class Ends(nn.Module):
         return self.last(self.first(x))
 
 
-def held(verdict: LoopVerdict) -> None:
+def require_holds(verdict: LoopVerdict) -> None:
     assert verdict.holds, verdict
 
 
 def test_a_parameter_without_dimensions_and_one_without_a_gradient_hold() -> None:
     sound = job(lambda: Scaled().double())
-    held(ptrain.verify(sound, sound, ROWS))
+    require_holds(ptrain.verify(sound, sound, ROWS))
 
 
 def test_a_branch_with_zero_gradient_holds_under_momentum() -> None:
@@ -128,7 +128,7 @@ def test_a_schedule_that_ends_with_the_batches_holds_with_a_note() -> None:
 
     sound = job(lambda: nn.Linear(4, 3).double(), after=schedule)
     verdict = ptrain.verify(sound, sound, ROWS)
-    held(verdict)
+    require_holds(verdict)
     assert any("no step can be run again" in note for note in verdict.notes)
 
 
@@ -242,7 +242,7 @@ def test_a_task_that_is_to_copy_is_a_note() -> None:
 
     made = _tokens(same, Copying)
     verdict = ptrain.verify(made, made, TOKENS)
-    held(verdict)
+    require_holds(verdict)
     assert any("if the task is to copy" in note for note in verdict.notes)
 
 

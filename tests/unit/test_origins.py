@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(folder)
 
 
-def other(base: Path, folder: Path) -> Path:
+def other_tokenizer(base: Path, folder: Path) -> Path:
     """A tokenizer of the same size in which two words have changed places."""
     folder.mkdir()
     content = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def spec_of(**sections: Any) -> Spec:
 
 
 def test_a_model_accepts_only_tokens_of_its_tokenizer(base: Path, tmp_path: Path):
-    made = {"own": base, "other": other(base, tmp_path / "tokenizer"), "bytes": None}
+    made = {"own": base, "other": other_tokenizer(base, tmp_path / "tokenizer"), "bytes": None}
     for name, tokenizer in made.items():
         file = tokens(tmp_path, name, tokenizer)
         spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
@@ -100,7 +100,10 @@ def test_lengths_with_which_a_tokenizer_was_saved_make_no_other_of_it(base: Path
 
 
 def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
-    files = [tokens(tmp_path, "a", base), tokens(tmp_path, "b", other(base, tmp_path / "other"))]
+    files = [
+        tokens(tmp_path, "a", base),
+        tokens(tmp_path, "b", other_tokenizer(base, tmp_path / "other")),
+    ]
     np.save(tmp_path / "unknown.npy", np.arange(300, dtype=np.uint16))
     model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
     for paths, is_refused in (
@@ -133,7 +136,7 @@ def test_another_file_at_the_same_path_has_another_origin(base: Path, tmp_path: 
 
 def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_path: Path):
     model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
-    own, different = tmp_path / "own", other(base, tmp_path / "different")
+    own, different = tmp_path / "own", other_tokenizer(base, tmp_path / "different")
     shutil.copytree(base, own)
     of_words, of_bytes = tokens(tmp_path, "words", own), tokens(tmp_path, "bytes", None)
     spec = spec_of(model=model, data={"path": str(of_words)})

@@ -43,11 +43,11 @@ def tiny(name: str = "zero3", *overrides: str) -> Spec:
     return load(name, (*TINY, *overrides)).spec
 
 
-def permuted(seed: int = 0) -> PermutedSums:
+def permuted_sums(seed: int = 0) -> PermutedSums:
     return PermutedSums(torch.Generator().manual_seed(seed))
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -68,20 +68,20 @@ SUMS = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_permuted_sum_has_the_same_terms(name):
-    x = drawn(33, 130, dtype=torch.float64)
-    with permuted():
+    x = random_tensor(33, 130, dtype=torch.float64)
+    with permuted_sums():
         found = SUMS[name](x)
     assert torch.allclose(found, SUMS[name](x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_and_another_order_of_them(name):
-    x = drawn(33, 130, dtype=torch.bfloat16)
-    with permuted(0):
+    x = random_tensor(33, 130, dtype=torch.bfloat16)
+    with permuted_sums(0):
         one = SUMS[name](x)
-    with permuted(0):
+    with permuted_sums(0):
         same = SUMS[name](x)
-    with permuted(1):
+    with permuted_sums(1):
         other = SUMS[name](x)
     assert one.dtype == SUMS[name](x).dtype
     assert torch.equal(one, same)
@@ -89,11 +89,13 @@ def test_and_another_order_of_them(name):
 
 
 def test_backward_is_permuted_too():
-    weight = torch.nn.Parameter(drawn(64, 64, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(random_tensor(64, 64, dtype=torch.bfloat16))
     gradients = []
     for seed in (0, 1):
-        with permuted(seed):
-            (drawn(32, 64, dtype=torch.bfloat16).detach() @ weight).square().sum().backward()
+        with permuted_sums(seed):
+            (
+                random_tensor(32, 64, dtype=torch.bfloat16).detach() @ weight
+            ).square().sum().backward()
         gradients.append(weight.grad)
         weight.grad = None
     assert not torch.equal(*gradients)
@@ -136,7 +138,7 @@ def test_the_quantiles_are_students(degrees):
     assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
 
 
-def told(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
+def reference_run(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
     trajectory = Trajectory(
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
@@ -156,7 +158,7 @@ def ran(solo: Trajectory | None) -> ProgramRun:
 
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
-    runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
+    runs = [reference_run((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
     own = derive_own_tolerances(tiny(), runs)
     assert (own.losses, own.explanation) == ((1e-4,) * 3, "")
     exact = derive_fp64_tolerances(runs, ALONE)
@@ -167,7 +169,7 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
 
 def test_accumulated_rounding_stays_allowed_with_the_step_reported():
     apart = (0.0, 1e-3, 0.0)
-    runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
+    runs = [reference_run((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
     own = derive_own_tolerances(tiny(), runs)
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
@@ -188,7 +190,7 @@ def test_permuted_references_are_run_from_the_start_where_no_fixed_figure_is():
 
 
 def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
-    center = told((4.0, 3.0, 2.0))
+    center = reference_run((4.0, 3.0, 2.0))
     number = 0
 
     def wider() -> RunTolerances:
@@ -209,12 +211,12 @@ def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
 
 
 def test_a_failure_of_fixed_tolerances_is_checked_against_references_first():
-    center = told((4.0,))
+    center = reference_run((4.0,))
     grown = replace(fixed_fp32_tolerances(center), losses=(1.0,))
     within = LossCorridor(
         center=(4.0,), allowed=fixed_fp32_tolerances(center), derive_wider=lambda: grown
     )
-    run = ran(told((4.001,)).trajectory)
+    run = ran(reference_run((4.001,)).trajectory)
     fixed = {check.name: check for check in trajectory_checks(center, run, within.allowed, ALONE)}
     assert not fixed["loss of every step"].holds
     judged = within.check_with(lambda allowed: trajectory_checks(center, run, allowed, ALONE))
@@ -225,13 +227,13 @@ def test_a_failure_of_fixed_tolerances_is_checked_against_references_first():
 
 def test_in_16_bits_only_references_determine_the_tolerance():
     spec = tiny("zero3", "precision.layout=zero16")
-    runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
+    runs = [reference_run((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
     found = derive_own_tolerances(spec, runs)
     assert 1e-2 < found.losses[0] < 1e-1
 
 
 def test_a_reference_that_is_no_number_allows_nothing():
-    runs = [told((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
+    runs = [reference_run((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
     found = derive_own_tolerances(tiny("zero3", "precision.layout=bf16"), runs)
     assert found.losses[0] < 1e-4
     assert not any(allowed >= 1e-9 for allowed in found.losses[1:])

@@ -98,7 +98,7 @@ def shape_of(preset: str) -> ModelShape:
     return model
 
 
-def counted(kind: str, **config: Any) -> int:
+def count_parameters(kind: str, **config: Any) -> int:
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         model = model_class(model_class.config_class(**config))
@@ -115,13 +115,13 @@ def counted(kind: str, **config: Any) -> int:
 def test_a_preset_has_as_many_parameters_as_the_class_of_transformers(preset):
     if preset in GPT2:
         layers, hidden, heads = GPT2[preset]
-        expected = counted(
+        expected = count_parameters(
             "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=heads, n_positions=SEQUENCE
         )
     else:
         name, sizes, more = CONFIGS[preset]
         config = {THEIRS[key]: size for key, size in zip(ORDER, sizes, strict=True)}
-        expected = counted(f"{name}ForCausalLM", **config, **more)
+        expected = count_parameters(f"{name}ForCausalLM", **config, **more)
     assert facts(shape_of(preset), SEQUENCE).numel == expected
 
 

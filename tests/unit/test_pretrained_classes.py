@@ -27,7 +27,7 @@ from ptrain.runtime.world import World
 from ptrain.verification.reference import ReferenceTraining
 from tests.published_folders import CLASSES, save_folder, tensors
 from tests.unit.test_pretrained import logits, run_of, spec_of, tokens
-from tests.unit.test_windows_of_weights import drawn
+from tests.unit.test_windows_of_weights import random_window
 
 transformers = pytest.importorskip("transformers")
 _AT_NIGHT = ("phi", "olmo2", "granite", "mixtral", "gpt_oss", "granitemoe", "qwen2_moe")
@@ -37,16 +37,16 @@ BY_NIGHT = [
 OWN = ", target: tests.models_with_odd_state:build, arguments: {width: 8}"
 
 
-def begun(case: str, folder: Path, *more: str) -> nn.Module:
+def load_model(case: str, folder: Path, *more: str) -> nn.Module:
     spec = spec_of(folder, "attention=eager", *more, beside=f", hf: {case}")
     return interpret(spec, world=World()).model.eval()
 
 
-def of(text: str) -> torch.Tensor:
+def tokens_of_text(text: str) -> torch.Tensor:
     return torch.tensor([ByteVocabulary().tokens(text)])
 
 
-def given(module: nn.Module) -> torch.Tensor:
+def output_of(module: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = module(tokens())
     return result
@@ -56,7 +56,7 @@ def given(module: nn.Module) -> torch.Tensor:
 def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_path: Path) -> None:
     folder = save_folder(case, tmp_path / "in")
     expected = logits(folder)
-    assert torch.equal(given(begun(case, folder)), expected)
+    assert torch.equal(output_of(load_model(case, folder)), expected)
     run = run_of(folder, tmp_path / "run", beside=f", hf: {case}")
     exported = export_checkpoint(run, tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -73,9 +73,9 @@ def test_only_the_needed_windows_of_stacked_experts_are_read(tmp_path: Path) -> 
     module, weights = build_module_on_meta(spec_of(folder, beside=", hf: phimoe"))
     assert all(parameter.is_meta for parameter in module.parameters())
     random = Random(0)
-    for name, tensor in begun("phimoe", folder).named_parameters():
+    for name, tensor in load_model("phimoe", folder).named_parameters():
         sizes = tuple(tensor.shape)
-        for window in (full_window(sizes), *(drawn(random, sizes) for _ in range(6))):
+        for window in (full_window(sizes), *(random_window(random, sizes) for _ in range(6))):
             part, before = torch.empty([size for _, size in window]), weights.bytes_read
             weights.read_window(name, sizes, window, part, part.dtype)
             assert torch.equal(part, narrow_to_window(tensor, window)), (name, window)
@@ -91,19 +91,19 @@ def test_randomly_initialized_parameters_are_exported(tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "out")
     assert tensors(folder).keys() == tensors(tmp_path / "out").keys()
     drawn = build_module(spec_of(folder, *words, beside=", hf: phimoe"))
-    assert torch.equal(given(drawn.eval()), logits(tmp_path / "out"))
+    assert torch.equal(output_of(drawn.eval()), logits(tmp_path / "out"))
 
 
 def test_keys_written_with_a_folder_override_its_config(tmp_path: Path) -> None:
     folder = save_folder("starcoder2", tmp_path / "in")
     words = ("model.config={rope_parameters: {rope_type: default, rope_theta: 500.0}}",)
-    plain, turned = begun("starcoder2", folder), begun("starcoder2", folder, *words)
-    assert not torch.equal(given(plain), given(turned))
+    plain, turned = load_model("starcoder2", folder), load_model("starcoder2", folder, *words)
+    assert not torch.equal(output_of(plain), output_of(turned))
     run = run_of(folder, tmp_path / "run", "attention=eager", *words, beside=", hf: starcoder2")
     export_checkpoint(run, tmp_path / "out")
-    assert torch.equal(given(turned), logits(tmp_path / "out"))
+    assert torch.equal(output_of(turned), logits(tmp_path / "out"))
     with pytest.raises(SpecError, match="the config of the folder sets this in rope_parameters"):
-        begun("starcoder2", folder, "model.config={rope_theta: 500.0}")
+        load_model("starcoder2", folder, "model.config={rope_theta: 500.0}")
 
 
 def test_bare_names_16_bit_weights_and_a_stored_tied_head_are_read(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_bare_names_16_bit_weights_and_a_stored_tied_head_are_read(tmp_path: Pat
     }
     halves["lm_head.weight"] = halves["embed_tokens.weight"] + 0
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
-    module = begun("gemma3_text", folder, "precision.layout=bf16")
+    module = load_model("gemma3_text", folder, "precision.layout=bf16")
     state = module.state_dict()
     assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
     assert torch.equal(state["model.embed_tokens.weight"], halves["embed_tokens.weight"])
@@ -175,7 +175,7 @@ def test_a_user_model_is_exported_and_starts_from_the_export(tmp_path: Path) -> 
     assert torch.equal(again.get_parameter("layers.1.bias"), weights["layers.1.bias"])
     written = TextGenerator(run, allow_import=True).score("one and one")
     expected = nn.functional.cross_entropy(
-        again(of("one and one"))[0, :-1], of("one and one")[0, 1:]
+        again(tokens_of_text("one and one"))[0, :-1], tokens_of_text("one and one")[0, 1:]
     )
     assert written.loss == pytest.approx(expected.item(), rel=1e-5)
     save_file(weights | {"scale": torch.full((8,), 0.25)}, folder / "model.safetensors")
@@ -228,7 +228,7 @@ def test_a_broken_or_hostile_folder_is_rejected(case: str, sound: Path, tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     damage(tmp_path)
     with pytest.raises(SpecError, match=finding) as raised:
-        begun("starcoder2", tmp_path)
+        load_model("starcoder2", tmp_path)
     (fault,) = raised.value.faults
     assert fault.place.startswith("model.") and fault.remedy
 

@@ -129,7 +129,7 @@ def test_small_activations_let_the_gathers_be_the_peak() -> None:
     assert not differences(make_spec(FULLY, micro=1, sequence=2, accumulate=4))
 
 
-def _drawn(number: int) -> list[Spec]:
+def _random_tuples(number: int) -> list[Spec]:
     """Tuples of R, S, S* on both data axes, with every dial drawn too."""
     chance = random.Random(SEED)
     modes = [",".join(each) for each in product(("R", "S*"), "RS", "RS")]
@@ -162,7 +162,7 @@ def _drawn(number: int) -> list[Spec]:
             id=" x ".join(str(factor.placement) for factor in spec.factors),
             marks=() if number < BY_DEFAULT else pytest.mark.nightly,
         )
-        for number, spec in enumerate(_drawn(16))
+        for number, spec in enumerate(_random_tuples(16))
     ],
 )
 def test_drawn_tuples(spec: Spec) -> None:

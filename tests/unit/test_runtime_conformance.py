@@ -68,7 +68,7 @@ def test_random_programs_have_the_same_effect_on_fake_and_real_tensors(first, me
         require_alike(random_program(seed), mesh, tmp_path)
 
 
-def played(program: Program, mesh: Mesh) -> set[str]:
+def called_methods(program: Program, mesh: Mesh) -> set[str]:
     """The names of the methods that a program calls."""
     watched = WatchedFakeRuntime(mesh.degrees, {})
     watched.room = called = CallRecorder(watched, mesh.degrees, {})
@@ -83,7 +83,9 @@ def test_every_primitive_of_the_runtime_has_a_program(mesh):
         if inspect.isfunction(member) and not name.startswith("_")
     }
     assert len(public) > 20
-    assert public == public & set().union(*(played(program, mesh) for program in PROGRAMS.values()))
+    assert public == public & set().union(
+        *(called_methods(program, mesh) for program in PROGRAMS.values())
+    )
 
 
 def test_a_runtime_that_frees_a_buffer_late_is_detected(mesh, tmp_path, monkeypatch):

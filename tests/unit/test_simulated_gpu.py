@@ -38,7 +38,7 @@ SMALL = (
 BF16 = "precision.layout=fsdp-mixed"
 
 
-def parsed(*words: str) -> Any:
+def parse_arguments(*words: str) -> Any:
     parser = ArgumentParser()
     add_arguments(parser, "simulate")
     return parser.parse_intermixed_args(list(words))
@@ -46,8 +46,8 @@ def parsed(*words: str) -> Any:
 
 def test_cached_kernel_facts_are_recomputed_in_the_other_process() -> None:
     words = ("zero3", "model.layers=2", "--rank", "1", "--rank", "3", "--chart", "x.png")
-    args = parsed(*words, "--every-block", "--json", "--allow-import")
-    assert parsed(*simulate._typed_arguments(args)) == args
+    args = parse_arguments(*words, "--every-block", "--json", "--allow-import")
+    assert parse_arguments(*simulate._typed_arguments(args)) == args
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_without_cuda_kernels_the_cpus_are_used_with_a_note(
 
 
 @pytest.fixture
-def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[str, Any]]]:
+def simulate_with_gpu(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[str, Any]]]:
     """Runs `ptrain simulate` in a process that believes in a GPU of compute capability `sm` -> of
     rank 0 what the record says."""
 
@@ -199,9 +199,9 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
     ],
 )
 def test_attention_is_the_kernel_that_torch_takes_there(
-    sm: int, changes: tuple[str, ...], kernel: str, simulated: Callable[..., dict[str, Any]]
+    sm: int, changes: tuple[str, ...], kernel: str, simulate_with_gpu: Callable[..., dict[str, Any]]
 ) -> None:
-    assert simulated(sm, "zero3", *changes)["kernels"].endswith(f"confirmed: {kernel}")
+    assert simulate_with_gpu(sm, "zero3", *changes)["kernels"].endswith(f"confirmed: {kernel}")
 
 
 @believing
@@ -219,11 +219,14 @@ def test_attention_is_the_kernel_that_torch_takes_there(
     ],
 )
 def test_the_prediction_equals_the_allocations_of_cuda_kernels(
-    sm: int, strategy: str, changes: tuple[str, ...], simulated: Callable[..., dict[str, Any]]
+    sm: int,
+    strategy: str,
+    changes: tuple[str, ...],
+    simulate_with_gpu: Callable[..., dict[str, Any]],
 ) -> None:
     """40 tokens are no multiple of the 32 rows that a 32-bit kernel keeps."""
     batch = "batch={global: 4, micro: 1, sequence: 40}"
-    assert simulated(sm, strategy, batch, *changes)["differing"] == []
+    assert simulate_with_gpu(sm, strategy, batch, *changes)["differing"] == []
 
 
 GPT2 = "{hf: GPT2LMHeadModel, config: {n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 261}}"
@@ -244,13 +247,16 @@ CONFIG = (
     ],
 )
 def test_the_prediction_of_other_models_equals_the_allocations_of_cuda_kernels(
-    model: str, strategy: str, changes: tuple[str, ...], simulated: Callable[..., dict[str, Any]]
+    model: str,
+    strategy: str,
+    changes: tuple[str, ...],
+    simulate_with_gpu: Callable[..., dict[str, Any]],
 ) -> None:
     """Gemma has a buffer that `torch.tensor` makes, which stages copy."""
     if "hf" in model:
         pytest.importorskip("transformers")
     batch = "batch={global: 4, micro: 1, sequence: 40}"
-    assert simulated(90, strategy, f"model={model}", batch, *changes)["differing"] == []
+    assert simulate_with_gpu(90, strategy, f"model={model}", batch, *changes)["differing"] == []
 
 
 @believing

@@ -17,7 +17,7 @@ ROWS = list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)).dou
 RATE = 0.3
 
 
-def dropped(x: Tensor) -> Tensor:
+def drop_branches(x: Tensor) -> Tensor:
     """One number a sample: whole branches are dropped."""
     return x * x.new_empty(x.size(0), 1).bernoulli_(1 - RATE) / (1 - RATE)
 
@@ -30,8 +30,8 @@ class Branch(nn.Module):
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + dropped(torch.tanh(self.left(x)))
-        return x + dropped(torch.tanh(self.right(x)))
+        x = x + drop_branches(torch.tanh(self.left(x)))
+        return x + drop_branches(torch.tanh(self.right(x)))
 
 
 class Branches(nn.Module):
@@ -140,7 +140,7 @@ class Stray(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.draws:
-            dropped(x)
+            drop_branches(x)
         return self.body(x)
 
 

@@ -52,7 +52,7 @@ def halves(y: Tensor) -> Tensor:
     return F.silu(first) * second
 
 
-def rotated(heads: Tensor) -> Tensor:
+def rotate_halves(heads: Tensor) -> Tensor:
     """The two halves of each head, turned."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((-second, first[..., : heads.shape[-1]]), dim=-1)
@@ -83,8 +83,8 @@ SOUND: list[Between] = [
     lambda y: y[..., ::2] * y[..., 1::2],  # each rank has pairs of its own
     lambda y: sum(y.view(*y.shape[:2], 2, -1).unbind(2)),  # type: ignore[arg-type,return-value]
     lambda y: sum(y.view(*y.shape[:2], 2, -1, 8).unbind(2)).flatten(2),  # type: ignore[union-attr]
-    lambda y: rotated(y.view(*y.shape[:2], -1, 8).transpose(1, 2)).transpose(1, 2).flatten(2),
-    lambda y: rotated(F.relu(y.unflatten(-1, (-1, 8)))).reshape(*y.shape[:2], -1),
+    lambda y: rotate_halves(y.view(*y.shape[:2], -1, 8).transpose(1, 2)).transpose(1, 2).flatten(2),
+    lambda y: rotate_halves(F.relu(y.unflatten(-1, (-1, 8)))).reshape(*y.shape[:2], -1),
     lambda y: F.relu(y)[:, : y.shape[1]].reshape(*y.shape[:2], -1),
 ]
 

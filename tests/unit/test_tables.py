@@ -47,7 +47,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(part, setting, id=name, marks=marks)
 
 
-def written(part: TablePart, setting: Setting) -> Any:
+def write_tables(part: TablePart, setting: Setting) -> Any:
     maker, _ = write.MAKERS[part]
     return json.loads(json.dumps(maker(setting, None).build()))
 
@@ -57,7 +57,7 @@ def test_the_committed_tables_equal_the_output_of_the_command(part, setting):
     stored = archive.read_table(part, setting.name(part))[setting.way(part)]
     if not torch.__version__.startswith(stored["torch"]):
         pytest.skip(f"traced with torch {stored['torch']}, this is {torch.__version__}")
-    assert written(part, setting) == stored
+    assert write_tables(part, setting) == stored
 
 
 def written_of_cuts(part: TablePart, name: str, ways: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import facts, tensor_parts
 from ptrain.traces.facts import facts_of
-from tests.forked import patched
+from tests.forked import patch_processes
 from tests.models_external import Necks
 from tests.unit.test_work import computing
 
@@ -61,7 +61,7 @@ def spec_of(model: str, strategy: str, *changes: str) -> Spec:
 def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Here and in the processes that play the ranks of tp."""
     monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
-    monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__REAL_BYTES=0))
+    monkeypatch.setattr(tensor_parts, "Popen", patch_processes(tensor_parts__REAL_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._request_answers.cache_clear()
     return facts_of(spec)
@@ -169,7 +169,7 @@ class Halted(Necks):
         return Halting.apply(super().forward(tokens_BT))
 
 
-def halted() -> nn.Module:
+def halted_model() -> nn.Module:
     return Halted(10, 2, 259)
 
 
@@ -177,7 +177,8 @@ def test_operators_whose_backward_fake_tensors_cannot_run_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = on_fake_tensors(
-        spec_of("{target: 'tests.unit.test_traces_on_fake_tensors:halted'}", "zero3"), monkeypatch
+        spec_of("{target: 'tests.unit.test_traces_on_fake_tensors:halted_model'}", "zero3"),
+        monkeypatch,
     )
     assert "no fake of this" in read.untraced
 
@@ -212,7 +213,7 @@ def test_the_prediction_of_a_large_model_equals_its_simulation(
 def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each trace on real tensors count as slow, in the processes that play ranks too."""
     monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
-    monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__QUICK_BYTES=0))
+    monkeypatch.setattr(tensor_parts, "Popen", patch_processes(tensor_parts__QUICK_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._request_answers.cache_clear()
 

@@ -32,7 +32,7 @@ def hf(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"hf": name, "config": config}
 
 
-def own(name: str, **arguments: Any) -> dict[str, Any]:
+def user_spec(name: str, **arguments: Any) -> dict[str, Any]:
     return {"target": f"tests.models_sliced:{name}", "arguments": arguments}
 
 
@@ -109,11 +109,11 @@ def test_a_window_larger_than_the_sample_hides_nothing() -> None:
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
 def test_a_user_model_receives_positions_as_an_argument(attention: str) -> None:
-    assert looked_at(context_spec(attention, own=own("placed"))).positions == "positions"
+    assert looked_at(context_spec(attention, own=user_spec("placed"))).positions == "positions"
 
 
 def test_torchs_attention_module_is_supported() -> None:
-    attending = looked_at(context_spec("zigzag", own=own("with_attention", kind="multihead")))
+    attending = looked_at(context_spec("zigzag", own=user_spec("with_attention", kind="multihead")))
     assert [module.name for module in attending.modules] == [
         "layers.0.mixing.inner",
         "layers.1.mixing.inner",
@@ -128,19 +128,25 @@ def test_a_model_without_positions_needs_none() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (own("counting"), "the forward of tests.models_sliced:counting accepts no positions"),
-        (own("deaf"), "does not use the positions that it receives"),
-        (own("late"), "returns different logits than with all tokens"),
-        (own("by_length"), "returns different logits than with all tokens"),
-        (own("with_attention", kind="shifted"), "layers.0.mixing, given only tokens 8-15 of 16"),
-        (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
-        (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
-        (own("with_attention", kind="dropping"), "layers.0.mixing uses dropout 0.1"),
+        (user_spec("counting"), "the forward of tests.models_sliced:counting accepts no positions"),
+        (user_spec("deaf"), "does not use the positions that it receives"),
+        (user_spec("late"), "returns different logits than with all tokens"),
+        (user_spec("by_length"), "returns different logits than with all tokens"),
         (
-            own("with_attention", kind="twice"),
+            user_spec("with_attention", kind="shifted"),
+            "layers.0.mixing, given only tokens 8-15 of 16",
+        ),
+        (
+            user_spec("with_attention", kind="bound"),
+            "no module of tests.models_sliced:with_attention",
+        ),
+        (user_spec("with_attention", kind="open"), "layers.0.mixing is not causal"),
+        (user_spec("with_attention", kind="dropping"), "layers.0.mixing uses dropout 0.1"),
+        (
+            user_spec("with_attention", kind="twice"),
             "layers.0.mixing calls attention twice per forward pass",
         ),
-        (own("with_attention", kind="windowed"), "layers.0.mixing uses a mask"),
+        (user_spec("with_attention", kind="windowed"), "layers.0.mixing uses a mask"),
     ],
 )
 def test_a_user_model_that_differs_on_slices_is_rejected_by_name(
@@ -174,7 +180,7 @@ def test_a_given_transformers_module_is_inspected_like_a_named_one() -> None:
 def test_dropout_per_token_is_sliced_and_dropout_per_sample_is_not(
     attention: str, kind: str
 ) -> None:
-    names = looked_at(context_spec(attention, own=own("dropping", kind=kind))).dropping
+    names = looked_at(context_spec(attention, own=user_spec("dropping", kind=kind))).dropping
     assert names == ("drop", "")
 
 
@@ -190,7 +196,7 @@ def test_dropout_per_token_is_sliced_and_dropout_per_sample_is_not(
     ],
 )
 def test_other_random_draws_are_rejected_with_their_module(kind: str, words: str) -> None:
-    place, finding, remedy = refusal(context_spec("ring", own=own("dropping", kind=kind)))
+    place, finding, remedy = refusal(context_spec("ring", own=user_spec("dropping", kind=kind)))
     assert place == "model.target"
     assert words in finding
     assert remedy.startswith(

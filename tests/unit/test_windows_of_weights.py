@@ -31,7 +31,7 @@ def shape_of(folder: Path) -> ModelShape:
     return load("ddp", words).spec.model
 
 
-def drawn(random: Random, shape: tuple[int, ...]) -> Window:
+def random_window(random: Random, shape: tuple[int, ...]) -> Window:
     """Any window, an empty one too."""
     window = []
     for size in shape:
@@ -54,7 +54,7 @@ def test_any_window_of_a_tensor_equals_the_full_tensors_window(
         everything = torch.full(sizes, math.nan)
         values.write_window(name, sizes, full_window(sizes), everything)
         assert not everything.isnan().any(), name
-        for window in (drawn(random, sizes) for _ in range(4)):
+        for window in (random_window(random, sizes) for _ in range(4)):
             part = torch.full([size for _, size in window], math.nan)
             before = weights_of(shape).bytes_read
             values.write_window(name, sizes, window, part)
