@@ -131,8 +131,8 @@ class Ledger(OperatorMode):
     """A mode that follows every storage from allocation to free.
 
     Operators allocate; `UntypedStorage.resize_` changes sizes (FSDP2 frees by resizing to zero); a
-    weak reference reports the free. `on_existing` is called for a storage that an operator reads but
-    that was neither allocated under the mode nor passed to `watch`.
+    weak reference reports the free. `on_existing` is called for a storage that an operator reads,
+    but that was neither allocated under the mode nor passed to `watch`.
     """
 
     sees_compiled = True

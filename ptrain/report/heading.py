@@ -52,7 +52,14 @@ def by_data_lines(exact: Estimate) -> list[str]:
 
 
 def model_name(spec: Spec) -> str:
-    """Return the name of the model: its preset, class or function; the family of a custom shape."""
+    """Return the name of the model: its preset, class or function; the family of a custom shape.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        A short name.
+    """
     match spec.model:
         case ModelShape():
             return spec.model.preset or str(spec.model.tabulated or "transformer")
@@ -69,6 +76,12 @@ def axes_text(spec: Spec) -> str:
 
     Frozen parameters follow if they are placed differently, and the blocks' activations if the spec
     sets them separately: `A M, selective`, `A {0: M, 2-: O}`.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        One line of text.
     """
     tuples = " ⊗ ".join(
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
@@ -93,14 +106,28 @@ def _flow_yaml(value: object) -> str:
 
 def precision_text(spec: Spec) -> str:
     """Return the name of the precision layout, with remarks: all dtypes are float64, products have
-    fp8 factors."""
+    fp8 factors.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        One line of text.
+    """
     own = spec.precision
     products = f", {own.matmul} products" if own.matmul is not Matmul.NONE else ""
     return own.layout.name + (" in fp64" if own.compute_fp64 else "") + products
 
 
 def batch_text(spec: Spec) -> str:
-    """Return the batch as a product: `batch 16 = 2 micro × 4 accumulated × 2 data`."""
+    """Return the batch as a product: `batch 16 = 2 micro × 4 accumulated × 2 data`.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        One line of text.
+    """
     samples = spec.batch
     product = f"{samples.micro} micro × {samples.accumulate} accumulated × {spec.data_degree} data"
     return f"batch {samples.global_samples} = {product}"
