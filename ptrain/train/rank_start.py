@@ -20,8 +20,8 @@ from ptrain.train import environment
 
 _PRINT_SECONDS = 2.0  # seconds to print: torchrun ends all ranks as soon as one has ended
 _PR_SET_PDEATHSIG = 1  # in <linux/prctl.h>
-# Resolved at import: `die_with_parent` runs between fork and exec, where another thread of the parent
-# may have held the lock of the dynamic loader.
+# Resolved at import: `die_with_parent` runs between fork and exec, where another thread of the
+# parent may have held the lock of the dynamic loader.
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
