@@ -22,7 +22,8 @@ Step = Callable[[], Any]
 
 
 def by_hand(spec: Spec) -> Step:
-    """DistributedDataParallel, or fully_shard of each block and of the rest."""
+    """Return a step with DistributedDataParallel, or with fully_shard on each block and the
+    rest."""
     from ptrain.spec.placement import Axis
 
     model = built(spec)
@@ -32,7 +33,7 @@ def by_hand(spec: Spec) -> Step:
 
 
 def compiled(spec: Spec) -> Step:
-    """DistributedDataParallel around blocks that torch.compile compiles."""
+    """Return a step with DistributedDataParallel around blocks compiled by torch.compile."""
     model = built(spec)
     for block in model.blocks:
         block.compile(fullgraph=True, dynamic=False)
@@ -41,13 +42,14 @@ def compiled(spec: Spec) -> Step:
 
 
 def zero_redundancy(spec: Spec) -> Step:
-    """DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
+    """Return a step with DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
     model = replicated(built(spec), spec)
     return loop(spec, model, zero_redundancy_adamw(spec, model))
 
 
 def tensor_parallel(spec: Spec) -> Step:
-    """torch's plans: columns then rows of each block, logits cut over the vocabulary."""
+    """Return a step with torch's plans: columns then rows of each block, logits sharded over the
+    vocabulary."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -76,15 +78,15 @@ def tensor_parallel(spec: Spec) -> Step:
             loss.backward()
         return loss.full_tensor()
 
-    parts = _parted(model)
+    parts = _split_parameters(model)
     optimizer = torch.optim.AdamW([{"params": part} for part in parts], **settings_of(spec))
     clip = partial(_clip_parts, parts)
     return _loop(spec, optimizer, passes, clip, share=1 / dist.get_world_size())
 
 
 def pipelined(spec: Spec) -> Step:
-    """torch's PipelineStage and Schedule1F1B, a half of the blocks on each of two ranks; the norm
-    of the gradients is summed over the stages."""
+    """Return a step with torch's PipelineStage and Schedule1F1B, half of the blocks on each of two
+    ranks; the norm of the gradients is summed over the stages."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -120,7 +122,7 @@ def pipelined(spec: Spec) -> Step:
 
 
 def fully_sharded(model: nn.Module, spec: Spec, device: str) -> nn.Module:
-    """fully_shard of each block and of the rest, on a mesh of the spec's axes."""
+    """Apply fully_shard to each block and the rest, on a mesh of the spec's axes."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -144,8 +146,8 @@ def fully_sharded(model: nn.Module, spec: Spec, device: str) -> nn.Module:
 
 
 def built(spec: Spec) -> nn.Module:
-    """The spec's model in fp32, the same on every rank. It begins as ptrain's masters do: with the
-    numbers that its parameters have in the dtype that they are used in."""
+    """Return the spec's model in fp32, equal on every rank. It starts with the values of ptrain's
+    masters, rounded to the dtype of the parameters."""
     from ptrain.models.initialize import build_model, initialize
     from ptrain.models.numerics import TORCH_DTYPES
 
@@ -173,7 +175,7 @@ def zero_redundancy_adamw(spec: Spec, model: nn.Module) -> Optimizer:
 
 
 def settings_of(spec: Spec) -> dict[str, Any]:
-    """torch's arguments of the spec's AdamW."""
+    """Return torch's arguments for the spec's AdamW."""
     settings = spec.optimizer
     return {
         "lr": settings.lr,
@@ -184,8 +186,8 @@ def settings_of(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that tp cuts, and the others: no operator of the optimizer takes both."""
+def _split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that tp shards, and the others: no optimizer kernel takes both."""
     from torch.distributed.tensor import DTensor
 
     parameters = list(model.parameters())

@@ -1,5 +1,5 @@
-"""Loops by hand over slices of the tokens and over experts on ranks of their own: contenders of
-`peers.py`, by what torch has for them. Imported in the ranks; torch only there."""
+"""Hand-written loops over token slices and expert-parallel ranks with torch's components:
+contenders of `peers.py`. Imported in the ranks; torch only there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ring(spec: Spec) -> Step:
 
 
 def _positions(rank: int, sequence: int, *, is_balanced: bool) -> Tensor:
-    """A rank's tokens: a slice, or of twice as many the one and its mirror image."""
+    """Return a rank's tokens: a slice, or the first half and its mirror image."""
     import torch
 
     if not is_balanced:
@@ -41,7 +41,7 @@ def _positions(rank: int, sequence: int, *, is_balanced: bool) -> Tensor:
 
 
 def _ringed(spec: Spec, own: Tensor, *, is_balanced: bool) -> nn.Module:
-    """Return the model for these positions, its attention by torch's templates."""
+    """Return the model for these positions with torch's attention templates."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     model = built(spec)
@@ -112,8 +112,8 @@ def experts(spec: Spec) -> Step:
 
 
 def _clip(model: nn.Module, limit: float) -> None:
-    """Divide the experts' gradients, and scale all by one norm: of the experts every rank has its
-    own part."""
+    """Divide the experts' gradients, and scale all gradients by one norm: every rank has its shard
+    of the experts."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def _clip(model: nn.Module, limit: float) -> None:
 
 
 def _layer(whole: nn.Module) -> nn.Module:
-    """Return the rank's part of a layer of experts, whose tensors are those of `whole`."""
+    """Return the rank's shard of a layer of experts, whose tensors are those of `whole`."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F

@@ -1,8 +1,7 @@
-"""What a claim of `paper.py` is made of: its text, and specs, figures of them, and cases.
+"""The parts of a claim of `paper.py`: its text, specs, figures and cases.
 
-A case is a figure of one spec or two, at the text's own scale and shrunk to a model that four CPU
-ranks train. The texts of all claims stand in claims.yaml.
-"""
+A case is a figure of one spec or two, at the text's scale and reduced to a model that four CPU
+ranks train. The texts of all claims are in claims.yaml."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one column says of one spec, in bytes of the rank that has most."""
+    """The figures of one column for one spec, in bytes of the rank with the most."""
 
     parameters: int
     optimizer: int
@@ -82,7 +81,7 @@ FIGURES = tuple(field.name for field in fields(Figures))
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One spec as one column sees it."""
+    """A spec as one column predicts it."""
 
     spec: Spec
     facts: ModelFacts
@@ -108,7 +107,7 @@ Figure = Callable[..., float]
 
 
 class Form(StrEnum):
-    """How a figure is written."""
+    """The format of a figure."""
 
     BYTES = "bytes"
     UNITS = "units"  # of r|Θ|

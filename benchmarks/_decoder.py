@@ -1,5 +1,5 @@
-"""A decoder of one's own whose tensors have the names of a llama's, so that it begins with the same
-folder: for `loading.py`."""
+"""A custom decoder whose tensors have the names of a llama's, so that it loads the same folder: for
+`loading.py`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ class Decoder(nn.Module):
 def build(
     hidden: int, ffn: int, *, layers: int, vocab: int, heads: int = 16, kv_heads: int = 4
 ) -> nn.Module:
-    """Return one of these sizes, as torch draws it."""
+    """Return a decoder of one of these sizes with torch's initial values."""
     stack = nn.ModuleList(Layer(hidden, ffn, heads, kv_heads) for _ in range(layers))
     return Decoder(Base(hidden, stack, vocab), hidden, vocab)

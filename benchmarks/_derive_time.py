@@ -1,7 +1,7 @@
-"""A process: milliseconds of CPU time of `ptrain.derive` for specs, by the ptrain on its path.
+"""A process that measures the CPU milliseconds of `ptrain.derive` for specs, with the ptrain on its
+path.
 
-Prints JSON, by spec the median of some calls behind a first one, and what is derived of rank 0.
-"""
+Prints JSON: by spec the median of some calls after a first one, and the prediction for rank 0."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ENOUGH = 0.5  # seconds
 
 
 def measure(words: Sequence[str]) -> tuple[float, str]:
-    """Milliseconds, and of rank 0 the bytes of all states and its peak. `words` are a spec's name
-    or file, and overrides."""
+    """Return the milliseconds, and the bytes of all states and the peak of rank 0. `words` are a
+    spec's name or file, and overrides."""
     spec = ptrain.load(words[0], words[1:]).spec
     exact = ptrain.derive(spec).exact  # reads the tables
     times: list[float] = []

@@ -25,7 +25,7 @@ TINY_GPT = tuple(word for word in TINY if "kv_heads" not in word)
 
 
 def words_of(line: str) -> tuple[str, ...]:
-    """Return what is typed behind a command, with what stands for names written out."""
+    """Return the arguments of a command with placeholders replaced."""
     return tuple(word for name in line.split() for word in _CONTENT["words"].get(name, [name]))
 
 
@@ -43,7 +43,7 @@ class ClassCase:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is typed behind a command."""
+        """Return the arguments of the command."""
         its = _CONTENT["classes"][self.name]
         return (
             *words_of(_CONTENT["placements"][self.placement]),
@@ -56,7 +56,7 @@ class ClassCase:
 
 
 def class_cases() -> Iterator[ClassCase]:
-    """Yield every class in bf16 and fp32 on every GPU, then those that are cut."""
+    """Yield every class in bf16 and fp32 on every GPU, then the sharded ones."""
     for name in _CONTENT["classes"]:
         for dtype in ("bf16", "fp32"):
             for sm in CAPABILITIES:
@@ -139,7 +139,7 @@ def capability() -> int:
 
 
 def asked_words(case: tuple[str, ...], *, is_dry: bool) -> list[str]:
-    """Return what is asked of a case: of a GPU's memory, or tiny."""
+    """Return the arguments of a case: for a GPU's memory, or tiny."""
     if not is_dry:
         return [*case, "device=cuda", f"cluster={{preset: h100-8, sm: {capability()}}}"]
     tiny = TINY_GPT if any("gpt" in word for word in case) else TINY

@@ -71,7 +71,7 @@ def by_hand(spec: Spec, strategy: str, device: torch.device) -> Step:
 
 
 def _copied(loss: torch.Tensor) -> torch.Tensor:
-    """Return a copy, which is read after the turn: ptrain sums each step's loss in one tensor."""
+    """Return a copy that is read after the turn: ptrain sums each step's loss in one tensor."""
     return loss.detach().clone()
 
 
@@ -85,7 +85,7 @@ def _on_device(spec: Spec, device: torch.device) -> nn.Module:
 
 
 def _average(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return a sum over ranks that moves nothing, divided as DDP divides it."""
+    """Return a local sum in place of one over ranks, divided as DDP divides it."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer().div_(RANKS))
     return future

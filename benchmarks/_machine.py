@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "numpy", "PyYAML", "rich")
 
 
 def header(title: str, command: Sequence[str]) -> str:
-    """Title and a table of what the figures depend on."""
+    """Return the title and a table of the conditions of the figures."""
     rows = {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "command": f"`{shlex.join(command)}`",
@@ -36,12 +36,12 @@ def header(title: str, command: Sequence[str]) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The CPU's own name where the system tells it."""
+    """Return the CPU's name if the system reports it."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text().splitlines():
@@ -51,13 +51,13 @@ def processor() -> str:
 
 
 def memory() -> str:
-    """Physical memory."""
+    """Return the physical memory."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return f"{pages * page / 2**30:.0f} GiB"
 
 
 def accelerator() -> str:
-    """GPUs with their drivers, or none."""
+    """Return the GPUs with their drivers, or none."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     return (_output(query) or "none").replace("\n", "; ")
 
@@ -70,12 +70,12 @@ def version(package: str) -> str:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit, with a + when files differ from it."""
+    """Return the commit, with a + if files differ from it."""
     return _output(["git", "-C", str(root), "describe", "--always", "--dirty=+"]) or "unknown"
 
 
 def hardware() -> str:
-    """For file names: `cpu2` or the GPU's short name."""
+    """Return the hardware part of file names: `cpu2` or the GPU's short name."""
     gpu = accelerator()
     return f"cpu{cores()}" if gpu == "none" else gpu.split(",")[0].split()[-1].lower()
 
@@ -89,8 +89,8 @@ def conclude(
     is_saved: bool,
     unproven: Sequence[str] = (),
 ) -> int:
-    """Prints a result and its verdict, saves it where that was asked for; the exit code. `failed`
-    names what does not keep the claim, with its figures; `unproven` what has no measurement."""
+    """Print a result and its verdict, save it on request, and return the exit code. `failed` names
+    violations of the claim with their figures; `unproven` figures without a measurement."""
     text = "\n".join([*lines, "", verdict(failed, unproven), "", f"Not covered: {not_covered}"])
     print(text)
     if is_saved:
@@ -99,7 +99,7 @@ def conclude(
 
 
 def verdict(failed: Sequence[str], unproven: Sequence[str] = ()) -> str:
-    """Holds, or fails and in what, or is unproven."""
+    """Return the verdict: holds, fails with the reasons, or unproven."""
     if not failed and not unproven:
         return "Verdict: holds."
     rows = [f"- {each}" for each in failed] + [f"- unproven: {each}" for each in unproven]
@@ -115,26 +115,27 @@ def save(theme: str, text: str) -> Path:
 
 
 def fresh(path: Path) -> Path:
-    """Return the path, or of a second result of a day, which hours may have gone into, one that
-    bears the time as well: no result is written over an older one."""
+    """Return the path, or, for a second result of a day, one with the time: no result is
+    overwritten."""
     return path.with_stem(f"{path.stem}_{time.strftime('%H%M')}") if path.exists() else path
 
 
 def result_path(theme: str, suffix: str) -> Path:
-    """`results/<theme>_<hardware>_<date>.<suffix>`, for a page and for what it shows."""
+    """Return `results/<theme>_<hardware>_<date>.<suffix>` for a page or its data."""
     RESULTS.mkdir(exist_ok=True)
     return RESULTS / f"{theme}_{hardware()}_{time.strftime('%Y-%m-%d')}.{suffix}"
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
-    """For a child process: the package of this repository, or of another tree of it; one thread,
-    byte code kept as a user's is."""
+    """Return the environment of a child process: the package of this repository, or of another
+    tree; one thread, byte code stored as for a user."""
     kept = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
 def this_command() -> list[str]:
-    """How the benchmark was called, relative to the repository; of other folders the names."""
+    """Return how the benchmark was called, relative to the repository; of other folders only the
+    names."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     told = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""A mutant: one change of one file, whoever planted it. Only the standard library."""
+"""A mutant: one change of one file. Only the standard library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mutant:
 
 
 def is_sound(mutant: Mutant) -> bool:
-    """Whether it is a program at all: what no interpreter reads tests nothing."""
+    """Return True if the mutant parses."""
     try:
         ast.parse(mutant.source)
     except SyntaxError:
@@ -37,7 +37,7 @@ def is_sound(mutant: Mutant) -> bool:
 
 
 def changed_lines(root: Path, mutant: Mutant) -> tuple[str, str]:
-    """What the change takes out and what it puts in, line by line."""
+    """Return the removed and the added lines of the change."""
     old = (root / mutant.file).read_text(encoding="utf-8").splitlines()
     lines = list(difflib.ndiff(old, mutant.source.splitlines()))
     out, put = ([line[2:].strip() for line in lines if line[:2] == sign] for sign in ("- ", "+ "))

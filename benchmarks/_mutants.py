@@ -22,12 +22,12 @@ _NEVER_MUTATED = ("assert_never", "len", "isinstance")
 
 
 def places(root: Path, file: str) -> list[str]:
-    """The function of every mutant of a file, in the order of their numbers."""
+    """Return the function of every mutant of a file, by number."""
     return [change.function for change in _changes(root, file)[1]]
 
 
 def mutants(root: Path, file: str, wanted: Collection[int]) -> Iterator[Mutant]:
-    """The mutants of a file that have these numbers."""
+    """Return the mutants of a file with these numbers."""
     module, changes = _changes(root, file)
     for number in sorted(wanted):
         change = changes[number]
@@ -63,7 +63,7 @@ class _Change:
 
 
 class _Visitor(cst.CSTVisitor):
-    """Collects the changes in the order of the file."""
+    """A visitor that collects the changes in the order of the file."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -126,7 +126,8 @@ class _Visitor(cst.CSTVisitor):
 
 
 def _head(node: cst.CSTNode) -> cst.CSTNode | None:
-    """What runs on the lines of a statement itself, its block left out; None of an expression."""
+    """Return the parts of a statement that run on its lines, without its block; None for an
+    expression."""
     match node:
         case cst.SimpleStatementLine():
             return node
@@ -149,7 +150,7 @@ def _head(node: cst.CSTNode) -> cst.CSTNode | None:
 
 
 def _is_left_out(node: cst.CSTNode) -> bool:
-    """Annotations, decorators, and calls that are no behaviour."""
+    """Return True for annotations, decorators, and calls without behavior."""
     if isinstance(node, cst.Annotation | cst.Decorator | cst.Import | cst.ImportFrom):
         return True
     return (
@@ -160,12 +161,13 @@ def _is_left_out(node: cst.CSTNode) -> bool:
 
 
 def _is_wording(node: cst.CSTNode) -> bool:
-    """Prose is a text with a space in it: messages, help, notes. No test claims its wording."""
+    """Return True for prose, a text with a space: messages, help, notes. No test checks its
+    wording."""
     return isinstance(node, cst.SimpleString) and " " in node.value
 
 
 def _drops_unreachable(node: cst.CSTNode, by: cst.CSTNode) -> bool:
-    """Whether a `match` loses only its end, the case with `assert_never`."""
+    """Return True if a `match` loses only its `assert_never` case."""
     if not isinstance(node, cst.Match) or not isinstance(by, cst.Match):
         return False
     last = cst.Module(body=[]).code_for_node(node.cases[-1])

@@ -1,5 +1,5 @@
-"""Where the tests meet the mutants: a clone of HEAD in a folder of its own, with what was measured
-of the tests, and the verdicts, so that a run that was interrupted goes on."""
+"""The workspace of the mutation benchmark: a clone of HEAD in a separate folder with the
+measurements of the tests and the verdicts, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The tests that judge: what a stage lets live goes to the next."""
+    """The tests of a stage; surviving mutants go to the next stage."""
 
     stages: Mapping[str, tuple[str, ...]]
     left_out: tuple[str, ...]
@@ -48,8 +48,8 @@ PASSED = (0, 5)  # pytest's codes: all passed, or no test has a name that was as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The tests, the processor seconds of each, and which of them run which lines of a file. A line
-    that only its import runs has no test."""
+    """The tests, the CPU seconds of each, and the lines that each runs. A line that runs only at
+    import has no test."""
 
     tests: list[str]
     seconds: list[float]
@@ -57,16 +57,17 @@ class Reach:
     suite: Suite
 
     def of(self, mutant: Mutant) -> list[int]:
-        """The tests that run its statement, but no more than `enough` of them."""
+        """Return the tests that run its statement, limited to `enough` of them."""
         return self._enough({test for tests in self._of_lines(mutant) for test in tests})
 
     def is_at_import(self, mutant: Mutant) -> bool:
-        """Whether it runs when the file is imported, and in no test."""
+        """Return True if it runs when the file is imported, and in no test."""
         ran = self._of_lines(mutant)
         return not mutant.function or (bool(ran) and not any(ran))
 
     def of_file(self, mutant: Mutant, *, others: bool) -> list[int]:
-        """For what runs at import: the tests that run anything of its file, then the others."""
+        """Return the tests for code that runs at import: those that run code of its file, then the
+        others."""
         near = {test for tests in self.lines.get(mutant.file, {}).values() for test in tests}
         rest = set(range(len(self.tests))) - near if others else set()
         return self._enough(near) + self._enough(rest)
@@ -76,8 +77,8 @@ class Reach:
         return [lines[str(line)] for line in range(first, last + 1) if str(line) in lines]
 
     def _enough(self, tests: set[int]) -> list[int]:
-        """The quickest setting of each test function, then the next ones: settings of a function
-        resemble each other."""
+        """Return the fastest setting of each test function, then further ones: settings of a
+        function resemble each other."""
         quick = {test for test in tests if self.seconds[test] <= self.suite.slow} or tests
         functions: dict[str, list[int]] = {}
         for test in sorted(quick, key=lambda test: self.seconds[test]):
@@ -90,7 +91,7 @@ class Reach:
 
 
 class Bench:
-    """A clone of HEAD, and what is known of it."""
+    """A clone of HEAD with its measurements."""
 
     def __init__(self, folder: Path, suite: Suite = SUITE) -> None:
         self.folder, self.tree, self.suite = folder, folder / "tree", suite
@@ -104,7 +105,7 @@ class Bench:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     def judge(self, found: Iterable[Found], stage: str) -> None:
-        """Every mutant that no earlier stage has killed."""
+        """Run every mutant that no earlier stage has killed."""
         reach, path = self.reach(stage), self.folder / f"verdicts_{stage}.jsonl"
         packages, known = list(found), dict(_rows(path))
         sampled = [mutant for each in packages for mutant in each.sampled if each.lives(mutant)]
@@ -126,7 +127,7 @@ class Bench:
             each.verdicts |= {name: known[name] for name in names if name in known}
 
     def reach(self, stage: str) -> Reach:
-        """Which tests of the stage run which lines, measured once."""
+        """Measure once which tests of the stage run which lines."""
         path = self.folder / f"{stage}.json"
         if not path.exists():
             self._pytest(self.suite.stages[stage], MUTATION_MAP=path)

@@ -98,7 +98,8 @@ def _with_next(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pyte
 
 
 def _judge_all(session: pytest.Session) -> None:
-    """A test that kills its first mutant must pass without a change too, or it judges no more."""
+    """Run all mutants. A test that kills its first mutant must also pass without a change, or it is
+    excluded."""
     items = {item.nodeid: item for item in session.items}
     alive = _Alive()
     gc.freeze()  # children do not touch the pages of what the parent made
@@ -120,7 +121,7 @@ def _judge_all(session: pytest.Session) -> None:
 
 
 def _judge(job: Job, tests: Sequence[pytest.Item], alive: _Alive) -> dict[str, object]:
-    """What became of a mutant: `survived`, `killed` with the test, or `timeout`."""
+    """Return the result of a mutant: `survived`, `killed` with the test, or `timeout`."""
     path = Path(str(job["file"]))
     text, times = path.read_bytes(), path.stat()
     read, write = os.pipe()
@@ -147,7 +148,7 @@ def _judge(job: Job, tests: Sequence[pytest.Item], alive: _Alive) -> dict[str, o
 
 
 def _wait(child: int, until: float) -> int:
-    """The child's status; it is killed where it lasts too long."""
+    """Return the child's status; kill it after the time limit."""
     while time.time() < until:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -158,7 +159,7 @@ def _wait(child: int, until: float) -> int:
 
 
 def _child(job: Job, tests: Sequence[pytest.Item], alive: _Alive, told: int) -> None:
-    """Never returns: 0 if no test fails, else 1, and which test."""
+    """Run the tests and exit with 0 if all pass, else with 1 and the failed test."""
     code, name = _BROKEN, ""
     try:
         os.setpgid(0, 0)
@@ -186,7 +187,7 @@ def _child(job: Job, tests: Sequence[pytest.Item], alive: _Alive, told: int) -> 
 
 
 class _Alive:
-    """The functions and caches of this repository that the collection of the tests has made."""
+    """The functions and caches of this repository that exist after the collection of the tests."""
 
     def __init__(self) -> None:
         self.functions: dict[tuple[str, str], list[FunctionType]] = {}
@@ -215,7 +216,8 @@ class _Alive:
 
 
 def _codes(code: CodeType, name: str) -> Iterator[CodeType]:
-    """The code of that name, in the order of the file: a property and its setter share one."""
+    """Return the code objects of that name in the order of the file: a property and its setter
+    share one."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             if inner.co_qualname == name:

@@ -31,7 +31,7 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def words(attention: str, tokens: int = TOKENS, states: str = "R,R,R") -> tuple[str, ...]:
-    """The 8B on a node, its sequence cut over all of it."""
+    """Return the arguments of the 8B model on a node with its sequence sharded over all ranks."""
     return (
         f"mesh={{cp: {RANKS}}}",
         f"placement={{cp: '{states},S'}}",
@@ -71,16 +71,16 @@ def _steps() -> Said:
 def _hidden() -> Said:
     texts, shares = [], []
     for tokens in (1024, TOKENS // RANKS):
-        product, hops = _beside(tokens)
+        product, hops = _block_and_hop(tokens)
         shares += [waited / moving for moving, waited in hops.values()]
         ways = ", ".join(f"{1e3 * moving:.2g} ms {where}" for where, (moving, _) in hops.items())
         texts.append(f"{tokens:,} tokens a rank: {1e3 * product:.2g} ms a block, a hop {ways}")
     return all(share < HIDDEN for share in shares), "; ".join(texts)
 
 
-def _beside(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
-    """The seconds of a whole block of so many queries and keys and, by where the next rank is, how
-    long a forward hop beside it moves and how long it is waited for."""
+def _block_and_hop(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Return the seconds of a full block of this many queries and keys and, by the location of the
+    next rank, the transfer and the exposed time of an overlapped forward hop."""
     spec, step = planned(*words("ring", RANKS * tokens))
     shape, pace = spec.model, pace_of(spec.cluster, RANKS)
     assert isinstance(shape, ModelShape) and pace is not None, "rates of an H100"

@@ -26,18 +26,18 @@ _ZERO3_TP4 = ("70b-zero3-tp4",)
 
 @cache
 def exact(name: str, *overrides: str) -> Estimate:
-    """The column `exact` of a named spec."""
+    """Return the column `exact` of a named spec."""
     return derive(require_runnable(load(name, overrides))).exact
 
 
 def replicas(ranks: int) -> Estimate:
-    """Plain data parallelism of the same model on as many devices, one sample each."""
+    """Return plain data parallelism of the same model on equally many devices, one sample each."""
     words = (f"mesh.dp_replicate={ranks}", f"batch.global={ranks}", f"cluster.devices={ranks}")
     return exact("70b-dp", *words)
 
 
 def states(estimate: Estimate) -> int:
-    """Θ, Ω and G of the rank that has most of each."""
+    """Return parameters, optimizer state and gradients, each of the rank with the most."""
     kinds = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     return sum(estimate.bytes_of(kind) for kind in kinds)
 
@@ -50,8 +50,9 @@ def is_near(figure: float, claimed: float) -> bool:
 
 
 def _saves(claimed: float, name: tuple[str, ...], axis: str = "") -> Callable[[], Said]:
-    """How many times less the states take than in plain data parallelism on as many devices; and on
-    how many it is what is claimed, where that depends on it (`axis`)."""
+    """Return the factor by which the states are smaller than in plain data parallelism on equally
+    many devices, and the device counts for which the claim holds, if that depends on them
+    (`axis`)."""
 
     def find() -> Said:
         estimate = exact(*name)
@@ -66,7 +67,7 @@ def _saves(claimed: float, name: tuple[str, ...], axis: str = "") -> Callable[[]
 
 
 def _devices(claimed: float, name: tuple[str, ...], axis: str) -> str:
-    """On how many devices, of 2 to 16, a saving is what is claimed."""
+    """Return the device counts from 2 to 16 for which a claimed saving holds."""
     right = []
     for ranks in range(2, 17):
         more = (f"mesh.{axis}={ranks}", f"batch.global={ranks}", f"cluster.devices={ranks}")
@@ -76,7 +77,7 @@ def _devices(claimed: float, name: tuple[str, ...], axis: str) -> str:
 
 
 def _sends(claimed: float, *names: tuple[str, ...]) -> Callable[[], Said]:
-    """How many times more is sent than in plain data parallelism on as many devices."""
+    """Return the traffic relative to plain data parallelism on equally many devices."""
 
     def find() -> Said:
         figures = []
@@ -89,7 +90,7 @@ def _sends(claimed: float, *names: tuple[str, ...]) -> Callable[[], Said]:
 
 
 def _sends_by_tokens(claimed: float, name: tuple[str, ...]) -> Callable[[], Said]:
-    """The same where it follows from the tokens of a micro-batch and their number."""
+    """Return the relative traffic if it depends on the micro-batches and their tokens."""
 
     def find() -> Said:
         figures = []

@@ -36,7 +36,8 @@ _MIXTRAL, _DEEPSEEK = "mixtral-8x7b", "deepseek-v3-shape"
 def words(
     ranks: int, *more: str, preset: str = _MIXTRAL, capacity: float | None = CAPACITY
 ) -> list[str]:
-    """A model with experts over so many ranks of ep, a sample for each, all else as in ZeRO-3."""
+    """Return the arguments of a model with experts over this many ranks of ep, one sample each,
+    otherwise as in ZeRO-3."""
     return [
         f"model.preset={preset}",
         f"model.capacity_factor={'null' if capacity is None else capacity}",
@@ -59,12 +60,12 @@ def planned(*overrides: str) -> tuple[Spec, ModelShape]:
 
 
 def exchanged(estimate: Estimate) -> list[Traffic]:
-    """What is sent of tokens over ep."""
+    """Return the traffic of tokens over ep."""
     return [row for row in estimate.traffic if row.key.collective is Collective.ALL_TO_ALL]
 
 
 def _calls(capacity: float | None) -> tuple[int, ...]:
-    """Calls of a layer and micro-batch, forward and backward."""
+    """Return the calls of a layer and micro-batch, forward and backward."""
     _, shape = planned(*words(RANKS, capacity=capacity))
     rows = exchanged(predicted(RANKS, capacity=capacity))
     return tuple(
@@ -93,7 +94,7 @@ def _usually_elsewhere() -> Said:
 
 
 def _only_experts() -> Said:
-    """Which collectives have ep alone as their axis, in ep-dp, and what they are of."""
+    """Return the collectives over ep alone in ep-dp, and their tensors."""
     rows = [row for row in exact("ep-dp").traffic if row.sent_bytes > _SCALAR]
     alone = {str(row.key.collective) for row in rows if row.key.axes == ("ep",)}
     both = sorted(
@@ -107,7 +108,7 @@ def _only_experts() -> Said:
 
 
 def _redundant() -> Said:
-    """Tokens of a rank's step, and parameters that are not experts', by their placement."""
+    """Return the tokens of a rank's step, and the non-expert parameters, by their placement."""
     spec, _ = planned(*words(RANKS))
     rest = sum(
         unit.numel for unit in built_in_facts(spec).units if not _is_of_experts(unit.modules)
@@ -130,7 +131,8 @@ def _is_of_experts(modules: tuple[str, ...]) -> bool:
 
 
 def _rows_and_columns() -> Said:
-    """Over which ranks of ep-dp's grid things go: a row is a place on dp, a column one on ep."""
+    """Return the groups of ep-dp's grid that communicate: a row is a dp coordinate, a column an ep
+    coordinate."""
     places = {("dp_replicate",): "a column", ("ep",): "a row", ("dp_replicate", "ep"): "both"}
     what = {
         (State.GRADIENTS, "both"): "gradients of all but the experts",
@@ -148,7 +150,7 @@ def _rows_and_columns() -> Said:
 
 
 def _large_and_cheap() -> Said:
-    """Eight times as many experts: parameters, and rows that a layer's experts take."""
+    """Return parameters, and rows of a layer's experts, for eight times as many experts."""
     figures = []
     for experts in (8, 64):
         _, shape = planned(*words(RANKS, f"model.experts={experts}"))
@@ -173,7 +175,8 @@ def _more_overhead() -> Said:
 
 
 def _more_than_products() -> Said:
-    """Of a layer with experts, forward and backward of a micro-batch of one sample."""
+    """Return the time of a layer with experts, forward and backward, for a micro-batch of one
+    sample."""
     texts, shares = [], []
     for preset, ranks in ((_MIXTRAL, RANKS), (_MIXTRAL, 16), (_DEEPSEEK, 64)):
         experts = ["model.experts=16"] if ranks == 16 else []
@@ -215,7 +218,8 @@ def products(spec: Spec, shape: ModelShape) -> Iterator[Operator]:
 def _exchange(
     spec: Spec, shape: ModelShape, pace: Pace, ranks: int, collective: Collective
 ) -> float:
-    """Seconds in which all places of a layer go by one collective over so many ranks."""
+    """Return the seconds in which one collective over this many ranks exchanges all places of a
+    layer."""
     assert shape.experts is not None, "a model with experts"
     places = shape.experts * shape.capacity(TOKENS) * spec.batch.micro
     payload = places * shape.hidden * spec.precision.effective_layout.parameters.itemsize
@@ -224,7 +228,7 @@ def _exchange(
 
 
 def _topology() -> Said:
-    """By how much a collective slows down from a node to eight, each of as many bytes a rank."""
+    """Return the slowdown of a collective from one node to eight with equal bytes per rank."""
     many = 8 * RANKS
     spec, shape = planned(*words(many, preset=_DEEPSEEK))
     pace = pace_of(spec.cluster, many)

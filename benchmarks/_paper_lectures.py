@@ -23,19 +23,19 @@ _TP, _SP = ("8b-tp",), ("8b-tp-sp",)
 
 
 def activations(estimate: Estimate) -> int:
-    """A of the rank that has most."""
+    """Return the activations of the rank with the most."""
     return estimate.bytes_of(State.ACTIVATIONS)
 
 
 def peak(estimate: Estimate) -> int:
-    """The largest peak."""
+    """Return the highest peak."""
     largest = estimate.peak_bytes()
     assert largest is not None, "the claims are about built-in models"
     return largest
 
 
 def sent_over(estimate: Estimate, axis: str) -> int:
-    """What the rank that sends most over an axis alone sends in a step."""
+    """Return the traffic over one axis of the rank that sends the most in a step."""
     return max(
         sum(
             row.sent_bytes
@@ -52,7 +52,7 @@ def _states_of_7b5() -> Said:
 
 
 def _sums_of_a_layer() -> Said:
-    """Of an 8B model on tp 8: calls of a layer and micro-batch, and what each carries."""
+    """Return the calls of a layer and micro-batch of an 8B model on tp 8, and the size of each."""
     spec = require_runnable(load("8b-tp"))
     layers, times = spec.model.layers, spec.batch.accumulate  # type: ignore[union-attr]
     rows = [row for row in exact("8b-tp").traffic if row.key.state is State.ACTIVATIONS]
@@ -92,7 +92,7 @@ def _sp_cuts_more() -> Said:
 
 
 def _grows(kind: str) -> tuple[float, float]:
-    """Activations with twice the samples, and with twice the tokens of each."""
+    """Return the activations with twice the samples, and with twice the tokens per sample."""
     words = (f"attention={kind}", "batch.sequence=4096")
     once = activations(exact("8b-zero3", *words))
     wide = activations(exact("8b-zero3", *words, "batch.micro=2"))
@@ -130,7 +130,8 @@ def _selective() -> Said:
 
 
 def _accumulation_is_free() -> Said:
-    """The peak of 8 micro-batches a step against 1, by what holds the gradients between them."""
+    """Return the peak with 8 micro-batches per step and with 1, by the placement of accumulated
+    gradients."""
     cases = {
         "DP": ("8b-ddp",),
         "ZeRO-2": ("8b-zero2",),
@@ -163,14 +164,14 @@ def _idle(name: ScheduleName, ranks: int, microbatches: int, stages: int = 1) ->
 
 
 def _idle_of_eight_stages() -> Said:
-    """The blog's two examples, as printed: about 18 % and over 60 %."""
+    """Check the blog's two examples as printed: about 18 % and over 60 %."""
     many, few = (_idle(ScheduleName.GPIPE, RANKS, number).bubble_fraction for number in (32, 4))
     text = f"{many:.1%} with 32 micro-batches, {few:.1%} with 4"
     return round(many, 2) == 0.18 and few > 0.6, text
 
 
 def _interleaving() -> Said:
-    """Two stages a rank against one: the bubble, and the sends of a micro-batch."""
+    """Return the bubble and the sends of a micro-batch for two stages per rank and for one."""
     one = _idle(ScheduleName.ONE_F_ONE_B, RANKS, 32)
     two = _idle(ScheduleName.INTERLEAVED, RANKS, 32, 2)
     plain, more = (

@@ -17,11 +17,11 @@ _EIGHT_NODES = ("mesh.dp_shard=64", "cluster.preset=h100-64", "batch.global=512"
 
 
 class UnknownSeconds(Exception):
-    """No step time is predicted; the message says why."""
+    """An error for a step time without a prediction, with the reason."""
 
 
 def step(name: str, *overrides: str) -> StepTime:
-    """The predicted step of a named spec. Raises UnknownSeconds where there is none."""
+    """Return the predicted step of a named spec. Raises UnknownSeconds without a prediction."""
     estimate = exact(name, *overrides)
     if estimate.step is None:
         raise UnknownSeconds(estimate.undefined.get("step_seconds", "no step time is predicted"))
@@ -29,7 +29,7 @@ def step(name: str, *overrides: str) -> StepTime:
 
 
 def if_known(find: Callable[[], tuple[bool, str]]) -> Callable[[], Said]:
-    """The same, with nothing said of a claim whose seconds are not known."""
+    """Return the verdict, or undefined if the seconds are unknown."""
 
     @wraps(find)
     def known() -> Said:
@@ -42,13 +42,13 @@ def if_known(find: Callable[[], tuple[bool, str]]) -> Callable[[], Said]:
 
 
 def exposed(timed: StepTime, axis: str) -> float:
-    """The share of a step in which a rank waits for the collectives of an axis."""
+    """Return the share of a step in which a rank waits for the collectives of an axis."""
     return timed.exposed().get((axis,), 0.0) / timed.seconds
 
 
 @if_known
 def _beyond_512() -> tuple[bool, str]:
-    """Two samples a rank, whatever the number of ranks: tokens per second and device."""
+    """Return tokens per second and device for two samples per rank on any number of ranks."""
     pace: dict[int, float] = {}
     for ranks in (8, 64, 512, 1024):
         words = (f"mesh.dp_replicate={ranks}", f"batch.global={2 * ranks}", "batch.micro=2")
@@ -61,7 +61,7 @@ def _beyond_512() -> tuple[bool, str]:
 
 @if_known
 def _ranks_before_accumulation() -> tuple[bool, str]:
-    """The notes' example: 1024 samples of 4096 in micro-batches of 2."""
+    """Check the notes' example: 1024 samples of 4096 in micro-batches of 2."""
     words = ("batch.global=1024", "batch.micro=2", "cluster.preset=h100-1024", "activations=M")
     four, one = (step("8b-zero3", *words, f"mesh.dp_shard={ranks}").seconds for ranks in (128, 512))
     text = f"{four:.3g} s on 128 ranks, 4 accumulated, and {one:.3g} s on 512: {four / one:.2f}×"
@@ -100,7 +100,7 @@ def _across_nodes() -> tuple[bool, str]:
 
 @if_known
 def _layers_are_faster() -> tuple[bool, str]:
-    """One device's micro-batches on tp 2, 4 and 8."""
+    """Return the step times of one device's micro-batches on tp 2, 4 and 8."""
     alone = step("8b-tp", "mesh={}", "placement={}").seconds
     ratios = {ranks: alone / step("8b-tp", f"mesh.tp={ranks}").seconds for ranks in (2, 4, 8)}
     text = ", ".join(f"{ratio:.2f}× on tp {ranks}" for ranks, ratio in ratios.items())

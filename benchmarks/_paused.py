@@ -1,5 +1,5 @@
-"""Two trainings of a spec that take turns: both live at the same time, but only one of them runs;
-all processes of the other are stopped by a signal until so many steps are done."""
+"""Two trainings of a spec that take turns: both are alive, but only one runs at a time; signals
+stop the processes of the other until a number of steps is done."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PATIENCE = 300.0  # seconds until a training has done its next steps
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a step in it: by the wall's clock, and of the processors."""
+    """The seconds per step in a turn: wall clock and CPU."""
 
     wall: float
     cpu: float
 
 
 class Training:
-    """A `ptrain train SPEC` of one tree, with all its processes."""
+    """A `ptrain train SPEC` of one tree with all its processes."""
 
     def __init__(self, root: Path, spec: str, folder: Path) -> None:
         self.root, self.metrics = root, folder / "runs" / "latest" / "metrics.jsonl"
@@ -46,7 +46,7 @@ class Training:
         )
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps that are done, as metrics.jsonl has them."""
+        """Return the number of finished steps in metrics.jsonl."""
         if not self.metrics.is_file():
             return []
         text = self.metrics.read_text(encoding="utf-8")
@@ -54,10 +54,8 @@ class Training:
         return [row for row in map(json.loads, lines) if "seconds" in row]
 
     def run_to(self, count: int) -> None:
-        """Waits until so many steps are done.
-
-        Raises RuntimeError where the training ends, or takes too long.
-        """
+        """Wait until this many steps are done. Raises RuntimeError if the training ends or takes
+        too long."""
         ends = time.monotonic() + PATIENCE
         while len(self.steps()) < count:
             if self.process.poll() is not None or time.monotonic() > ends:
@@ -65,7 +63,8 @@ class Training:
             time.sleep(0.02)
 
     def take_turn(self) -> Turn:
-        """What the steps of a turn take; stopped before and after it."""
+        """Run the steps of a turn and return their times; the training is stopped before and
+        after."""
         before, spent = len(self.steps()), self.cpu_seconds()
         self.send(signal.SIGCONT)
         self.run_to(before + STEPS)
@@ -75,14 +74,14 @@ class Training:
         return Turn(wall, (self.cpu_seconds() - spent) / len(rows))
 
     def cpu_seconds(self) -> float:
-        """CPU time, user and system, of all its processes and their threads."""
+        """Return the CPU time, user and system, of all its processes and their threads."""
         ticks = 0
         for pid in family(self.process.pid):
             ticks += sum(int(field) for field in _fields(pid)[11:13])
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def send(self, number: signal.Signals) -> None:
-        """The signal to every process of the training, those nearest the command first."""
+        """Send a signal to every process of the training, starting with the command."""
         for pid in family(self.process.pid):
             try:
                 os.kill(pid, number)
@@ -91,7 +90,7 @@ class Training:
 
 
 def family(pid: int) -> list[int]:
-    """A process, its children, theirs …"""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _fields(int(folder.name)):
@@ -103,7 +102,8 @@ def family(pid: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Those of /proc/PID/stat behind the name, from the state on; none where the process ended."""
+    """Return the fields of /proc/PID/stat after the name, from the state on; none if the process
+    ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +113,7 @@ def _fields(pid: int) -> list[str]:
 
 @contextmanager
 def training(root: Path, spec: str) -> Iterator[Training]:
-    """A training that is killed, with all its processes, at the end."""
+    """Temporarily run a training that is killed with all its processes at the end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         running = Training(root, spec, Path(folder))
         try:
@@ -127,8 +127,8 @@ Pairs = tuple[tuple[list[Turn], list[Turn]], tuple[list[float], list[float]]]
 
 
 def in_pairs(roots: Sequence[Path], spec: str, pairs: int) -> Pairs:
-    """Return the turns of the trainings of two trees, and the losses of the steps that both did;
-    who begins a pair changes."""
+    """Return the turns of the trainings of two trees, and the losses of the common steps; the order
+    alternates."""
     mine, its = roots
     with training(mine, spec) as first, training(its, spec) as second:
         both = (first, second)

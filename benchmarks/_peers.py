@@ -36,8 +36,8 @@ Maker = Callable[["Spec"], Step]
 
 
 def environment(rank: int, ranks: int = RANKS) -> None:
-    """What a launcher tells the ranks, for libraries that ask the environment; the process group is
-    there already."""
+    """Return the launcher variables for libraries that read the environment; the process group
+    exists already."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -73,8 +73,8 @@ BY_BLOCK = {
 
 
 def sharding_accelerator(*, reshard: bool, **policy: Any) -> Any:
-    """An accelerator that shards on a CPU. Asked for that, it trains DDP (tests/gloo/traps.py), so
-    its state is told afterwards what it was asked for."""
+    """Return an accelerator that shards on a CPU. accelerate ignores that request and trains DDP
+    (tests/gloo/traps.py), so its state is corrected afterwards."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -90,7 +90,7 @@ def sharding_accelerator(*, reshard: bool, **policy: Any) -> Any:
 
 
 def forget_accelerate() -> None:
-    """Its state is one per process; the process group stays."""
+    """Reset accelerate's state, which is one per process; the process group stays."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -234,7 +234,7 @@ GROUPS: dict[str, dict[str, tuple[str | None, Maker]]] = {
 
 
 def installed(names: Iterable[str | None]) -> dict[str, str]:
-    """Package -> version of those that are there."""
+    """Return the versions of the installed packages by name."""
     from _machine import version
 
     found = {name: version(name) for name in names if name}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: texts, which stand in scripts.yaml, command line, page and end."""
+"""Shared parts of the benchmarks: texts from scripts.yaml, command line, page and exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small and random, what public scripts would download: their data and one model."""
+"""Small random replacements of the data and the model that public scripts download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES, TOKENS = 64, 12
 
 
 def write_tokens(folder: Path) -> None:
-    """Write the tokens that nanoGPT reads."""
+    """Write the token file that nanoGPT reads."""
     folder.mkdir(parents=True)
     np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint16).tofile(folder / "train.bin")
 

@@ -1,5 +1,5 @@
-"""What scripts that time steps have in common: ptrain's step, its samples, and how two times are
-compared. Imported in the ranks too; torch only there."""
+"""Shared parts of scripts that time steps: ptrain's step, its samples, and the comparison of two
+times. Imported in the ranks too; torch only there."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def program_steps(
 
 
 def own_samples(spec: Spec) -> Callable[[int], Tensor]:
-    """Return the rows of a step on this rank, each of which has samples of its own."""
+    """Return the rows of a step on this rank, if each rank has different samples."""
     from torch.distributed import get_rank
 
     return samples(spec, index=get_rank(), groups=RANKS)
 
 
 def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
-    """A step's rows of one of so many groups of ranks with samples of their own: ptrain's samples,
-    but drawn beforehand. Of several micro-batches all, where one group has all samples."""
+    """Return a step's rows for one of several groups of ranks with different samples: ptrain's
+    samples, drawn beforehand. One group with all samples gets all micro-batches."""
     import torch
 
     from ptrain.data.corpus import open_corpus, stream_sample
@@ -89,8 +89,8 @@ def replicated(model: nn.Module, spec: Spec) -> nn.Module:
 
 
 def bucket_cap_mb(spec: Spec) -> float | None:
-    """Return what DistributedDataParallel is told of its buckets' size. Torch's own is not named:
-    its first bucket would be as large as the others."""
+    """Return the bucket size for DistributedDataParallel, or None for torch's default: an explicit
+    size would make its first bucket as large as the others."""
     cap = spec.bucket_bytes / 2**20
     return None if cap == STOCK_BUCKET_MB else cap
 
@@ -104,13 +104,14 @@ def legal(strategy: str, overrides: Sequence[str]) -> Spec:
 
 
 def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the ratios of two contenders' times, round by round, and its bounds."""
+    """Return the median ratio of two contenders' times, round by round, and its bounds."""
     ratios = [a / b for a, b in zip(times, base, strict=True)]
     return statistics.median(ratios), *bound(ratios)
 
 
 def bound(ratios: list[float]) -> tuple[float, float]:
-    """The two-sided 95 % interval of the median, by order statistics (binomial, no assumption)."""
+    """Return the two-sided 95 % interval of the median, by order statistics (binomial, no
+    assumption)."""
     ordered, count = sorted(ratios), len(ratios)
     tail, below = 0.0, 0
     while (tail := tail + comb(count, below) / 2**count) <= 0.025:
@@ -119,7 +120,7 @@ def bound(ratios: list[float]) -> tuple[float, float]:
 
 
 def different(name: str, apart: float) -> list[str]:
-    """Losses that say that the work was not the same."""
+    """Yield losses that show that the contenders did different work."""
     if apart < SAME:  # which no NaN is
         return []
     return [f"{name}: losses {apart:.1e} apart, not less than {SAME:g}"]

@@ -15,7 +15,7 @@ from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.pure.test_drawn import drawn
+from tests.pure.test_drawn import random_spec
 
 NUMBER = 400  # drawn; of these about a third is legal
 STRATEGIES = Path(__file__).parents[1] / "specs" / "strategies"
@@ -24,7 +24,7 @@ STRATEGIES = Path(__file__).parents[1] / "specs" / "strategies"
 def specs() -> Iterator[Spec]:
     """Every strategy, then the legal ones of those drawn."""
     written = (load(path).spec for path in sorted(STRATEGIES.glob("*.yaml")))
-    for spec in (*written, *(drawn(seed) for seed in range(NUMBER))):
+    for spec in (*written, *(random_spec(seed) for seed in range(NUMBER))):
         if not check(spec) and not find_unsupported(spec):
             yield spec
 

@@ -22,8 +22,8 @@ WARM_UP = 5  # rounds that are left out: the third step of a run is the one that
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Of one contender on one rank: processor seconds of each step, all threads, seconds of the
-    wall clock, and this rank's share of the loss; warm-up left out, but for the losses."""
+    """The turns of one contender on one rank: CPU seconds of each step over all threads, wall-clock
+    seconds, and this rank's loss share; warm-up is excluded except for the losses."""
 
     processor: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Turns:
 
 
 class Interlude:
-    """A guard of a training, which lets the others step before each of its steps."""
+    """A guard of a training that runs the other contenders' steps before each of its steps."""
 
     def __init__(self, others: Mapping[str, Callable[[], float]]) -> None:
         self.others = others
@@ -41,7 +41,7 @@ class Interlude:
         self._began: tuple[float, float] | None = None
 
     def __call__(self, *_: object) -> Interlude:
-        """Be the guard of whichever training asks for one."""
+        """Return itself as the guard of any training."""
         return self
 
     def step_context(
@@ -50,7 +50,7 @@ class Interlude:
         return self._around(watch)
 
     def check_step(self, *_: object) -> None:
-        """Nothing is judged."""
+        """Accept every step."""
 
     @contextmanager
     def _around(self, watch: AbstractContextManager[object]) -> Iterator[None]:
@@ -87,8 +87,8 @@ def beside(
     folder: str,
     others: Mapping[str, Callable[[], float]],
 ) -> tuple[Turns, dict[str, Turns]]:
-    """On one rank: what the whole training of a spec took in so many rounds, and what the others
-    did."""
+    """Return the times of a spec's full training and of the other contenders on one rank in this
+    many rounds."""
     from ptrain.train.options import Options
     from ptrain.train.session import train_rank
 

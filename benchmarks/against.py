@@ -33,7 +33,7 @@ SECONDS, MILLISECONDS = "s", "ms"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of the comparison: what is measured of which spec, by which clock."""
+    """A figure of the comparison: the measure, the spec and the clock."""
 
     measure: str
     spec: str
@@ -51,8 +51,8 @@ class Tree:
 
 @dataclass(slots=True)
 class Side:
-    """What a tree took, round after round, in the unit of each row; and by measure and spec what it
-    came to, by which one sees whether the work was the same."""
+    """The times of a tree by round, in the unit of each row; and its results by measure and spec,
+    which show whether the work was equal."""
 
     times: dict[Row, list[float]] = field(default_factory=dict)
     results: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Side:
 
 
 def predict(tree: Tree, side: Side) -> None:
-    """Processes, one for each spec that this tree has."""
+    """Time one process per spec of this tree."""
     for spec in PREDICTED:
         if _has(tree, spec):
             cpu, wall = seconds(command_of(spec), tree.root)
@@ -71,7 +71,7 @@ def predict(tree: Tree, side: Side) -> None:
 
 
 def derive(tree: Tree, side: Side) -> None:
-    """One process for all specs."""
+    """Time one process for all specs."""
     script = ROOT / "benchmarks" / "_derive_time.py"
     words = {spec: words_of(spec) for spec in PREDICTED if _has(tree, spec)}
     ended = subprocess.run(
@@ -88,7 +88,7 @@ def derive(tree: Tree, side: Side) -> None:
 
 
 def start_up(tree: Tree, side: Side) -> None:
-    """One training of each spec, up to its first step."""
+    """Time one training of each spec up to its first step."""
     for spec in TRAINED:
         if _has(tree, spec):
             run = train([spec, "train.steps=4"], tree.root)
@@ -96,7 +96,7 @@ def start_up(tree: Tree, side: Side) -> None:
 
 
 def steps(trees: Sequence[Tree], specs: Sequence[str], rounds: int, sides: Sequence[Side]) -> None:
-    """Trainings of each spec that take turns."""
+    """Time trainings of each spec that take turns."""
     for spec in specs:
         turns, losses = in_pairs([tree.root for tree in trees], spec, rounds)
         for side, taken, own in zip(sides, turns, losses, strict=True):
@@ -116,7 +116,7 @@ TAKEN: dict[str, Taking] = {
 
 
 def in_turns(trees: Sequence[Tree], measures: Sequence[str], rounds: int) -> list[Side]:
-    """What each tree took. A round before the first writes byte code, and is left out."""
+    """Return the times of each tree. A first round writes byte code and is left out."""
     takings = list(dict.fromkeys(TAKEN[measure] for measure in measures))
     sides = [Side() for _ in trees]
     for number in range(-1, rounds):
@@ -128,14 +128,14 @@ def in_turns(trees: Sequence[Tree], measures: Sequence[str], rounds: int) -> lis
 
 
 def _has(tree: Tree, spec: str) -> bool:
-    """Whether the tree knows a spec of this name. Its files are asked, since a process would be
-    another one between the two that are compared."""
+    """Return True if the tree has a spec of this name. It checks files, since a process would
+    disturb the comparison."""
     return any((tree.root / "specs").glob(f"*/{Path(words_of(spec)[0]).stem}.yaml"))
 
 
 @contextmanager
 def checked_out(name: str, repository: Path = ROOT) -> Iterator[Tree]:
-    """`name`, a commit, as a worktree that is gone at the end."""
+    """Temporarily check out the commit `name` as a worktree."""
     with tempfile.TemporaryDirectory(prefix="ptrain-against-") as folder:
         root = Path(folder).resolve() / "tree"
         git(repository, "worktree", "add", "--quiet", "--detach", str(root), name)
@@ -158,7 +158,7 @@ def git(repository: Path, *words: str) -> None:
 def compared(
     mine: Side, its: Side, measures: Sequence[str], limit: float = LIMIT
 ) -> tuple[list[str], list[str]]:
-    """The rows of the table, and what has become slower, with its figures."""
+    """Return the rows of the table, and the slower figures."""
     lines, failed = [], []
     rows = dict.fromkeys([*mine.times, *its.times])
     for figure in sorted(rows, key=lambda figure: MEASURES.index(figure.measure)):
@@ -179,7 +179,7 @@ def compared(
 
 
 def verdict_of(low: float, high: float, limit: float) -> str:
-    """The verdict in a word, of the bounds of a ratio."""
+    """Return the verdict as a word from the bounds of a ratio."""
     return "slower" if low > limit else "faster" if high < 1 else "holds"
 
 
@@ -188,7 +188,7 @@ def _median(times: list[float] | None, unit: str) -> str:
 
 
 def works(mine: Side, its: Side) -> list[str]:
-    """What both came to, side by side, with whether it is the same."""
+    """Return the results of both sides and whether they are equal."""
     lines = []
     for key in dict.fromkeys([*mine.results, *its.results]):
         results = [side.results.get(key, "not there") for side in (mine, its)]
@@ -199,7 +199,7 @@ def works(mine: Side, its: Side) -> list[str]:
 
 
 def heading(trees: Sequence[Tree], rounds: int) -> list[str]:
-    """What the figures are, and the head of the table."""
+    """Return the description of the figures, and the head of the table."""
     interval = "its two-sided 95 % interval by order statistics"
     if rounds < FEWEST:
         interval = f"the range of the {rounds}, too few for an interval of 95 %"

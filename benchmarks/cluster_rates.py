@@ -61,7 +61,8 @@ UPDATED = {("adamw", "fp32"): 28, ("adamw", "bf16"): 14, ("sgd", "fp32"): 20, ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """GB/s of a link's line, and those of them that reach a collective, by NCCL's maintainers."""
+    """The GB/s of a link by data sheet, and the share that reaches a collective, by NCCL's
+    maintainers."""
 
     name: str
     effective: float
@@ -78,8 +79,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Published peaks: operations per second by dtype, bytes per second of its memory and of the
-    bus to its host; and its links within a node and between nodes."""
+    """Published peaks of a GPU: operations per second by dtype, bytes per second of its memory and
+    host bus, and its links within a node and between nodes."""
 
     title: str
     source: str
@@ -91,7 +92,7 @@ class Gpu:
 
     @property
     def half(self) -> str:
-        """Return the 16-bit dtype that its matrix units have: bf16, or before those fp16."""
+        """Return the 16-bit dtype of its matrix units: bf16, or fp16 on older ones."""
         return "bf16" if "bf16" in self.flops else "fp16"
 
 
@@ -114,7 +115,7 @@ Tables = dict[str, Rows]
 
 
 def read(page: str) -> Tables:
-    """The page's rows as tables of rates."""
+    """Return the page's rows as tables of rates."""
     tables: Tables = {key: [] for key in TABLES}
     norms: dict[int, list[float]] = {}
     for name, seconds in re.findall(r"^\| (.+?) \| (\d\.\d+e[-+]\d+) \|", page, re.MULTILINE):
@@ -131,7 +132,7 @@ def read(page: str) -> Tables:
 
 
 def _row(name: str) -> tuple[str, list[Any]]:
-    """The table that a row of the page belongs to, and what was measured; none of others."""
+    """Return the table of a row of the page and its measurement; none for other rows."""
     if match := re.fullmatch(r"(\d+) × (\d+) × (\d+) (\w+)", name):
         rows, inner, columns, dtype = match.groups()
         return "products", [DTYPES[dtype], 1, int(rows), int(inner), int(columns)]
@@ -182,8 +183,8 @@ def hooks() -> Rows:
 
 
 def derived(measured: Tables, gpu: Gpu) -> Tables:
-    """Another GPU's seconds, from those of the H100. No product is nearer to its roofline than the
-    H100's nearest one."""
+    """Return another GPU's seconds, derived from the H100's. No product is closer to its roofline
+    than the H100's closest one."""
     tables: Tables = {}
     reached = max(_roofline(_work("products", row), H100) / row[-1] for row in measured["products"])
     for key, rows in measured.items():
@@ -204,8 +205,8 @@ def derived(measured: Tables, gpu: Gpu) -> Tables:
 def _elsewhere(
     seconds: float, least: float, work: tuple[str, float, float], gpu: Gpu, share: float
 ) -> float:
-    """Seconds on another GPU. `work`: the dtype, its operations, and its bytes of memory; `share`:
-    the part of its roofline that is reached at most."""
+    """Return the seconds on another GPU. `work`: the dtype, its operations and memory bytes;
+    `share`: the highest share of its roofline."""
     here, there = (_roofline(work, known) for known in (H100, gpu))
     if seconds < DISPATCH * least:
         return max(seconds, there / share)
@@ -243,7 +244,7 @@ def _rounded(seconds: float) -> float:
 
 
 def text(name: str, page: str) -> str:
-    """The file of one GPU."""
+    """Return the file of one GPU."""
     measured = read(page)
     source = f"benchmarks/results/{PAGE.name}, by benchmarks/cluster_rates.py"
     gpu, head = H100, {"source": source, **_head(page)}
@@ -277,7 +278,8 @@ def _head(page: str) -> dict[str, str]:
 
 
 def errors(page: str) -> Iterator[tuple[str, float]]:
-    """Yield of each shape of a product what the others give over what was measured."""
+    """Yield for each shape of a product its prediction from the others relative to its
+    measurement."""
     tables = read(page)
     for dtype in DTYPES.values():
         rows = [row for row in tables["products"] if row[0] == dtype]
@@ -300,7 +302,7 @@ def _pace(tables: Tables) -> MeasuredPace:
 
 
 def leave_out(page: str) -> int:
-    """Print what each shape is given by the others; 1 where the claim fails."""
+    """Print the prediction of each shape from the others; return 1 if the claim fails."""
     ratios = dict(errors(page))
     for name, ratio in ratios.items():
         print(f"{ratio:6.3f}  {name}")

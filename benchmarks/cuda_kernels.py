@@ -22,8 +22,8 @@ SCRIPT = Script("cuda_kernels")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank holds at its peak, by kind of storage, what of it `exact` does not say, and
-    which kernels it ran."""
+    """The memory of one rank at its peak by kind of storage, the part missing in `exact`, and the
+    executed kernels."""
 
     kernels: str
     peak: int
@@ -74,14 +74,14 @@ def named() -> Iterator[str]:
 
 
 def row(*cells: object) -> str:
-    """Return a table's row, which is printed as soon as it is there."""
+    """Return a table row and print it at once."""
     line = table_row(*cells)
     print(line, flush=True)
     return line
 
 
 def of_blocks() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield a line and what of it failed, of built-in models beside a CPU's kernels."""
+    """Yield a line and its failures for built-in models compared with a CPU's kernels."""
     yield "| model | sm | attention | peak, bytes | beside `exact` | beside a CPU | of it |", ()
     yield "|---|---|---|---|---|---|---|", ()
     for name, words in BLOCKS.items():
@@ -97,7 +97,7 @@ def of_blocks() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def of_classes() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the same of classes of transformers."""
+    """Yield lines and failures for classes of transformers."""
     head = "class | placement | dtype | sm | attention | peak, bytes | beside `exact` | figures off"
     yield f"| {head} | claimed |", ()
     yield "|---|---|---|---|---|---|---|---|---|", ()
@@ -113,7 +113,7 @@ def of_classes() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def of_named() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the same of named specs."""
+    """Yield lines and failures for named specs."""
     yield "| spec | peak, bytes | attention | figures off |", ()
     yield "|---|---|---|---|", ()
     for name in named():

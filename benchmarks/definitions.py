@@ -22,7 +22,7 @@ SEED, NUMBER = 20261129, 60
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A definition, by its file and its path within it."""
+    """A definition, given by its file and its path within it."""
 
     file: Path
     path: str

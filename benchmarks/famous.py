@@ -1,5 +1,5 @@
-"""Ten jobs that many people run: the placement that `ptrain select` picks, and a public choice that
-the same model derives."""
+"""Ten popular jobs: the placement that `ptrain select` picks, and a public choice predicted by the
+same model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job, its public choice, and what of this cannot be expressed. Without a `model` the job
-    itself cannot."""
+    """A job, its public choice, and the parts that cannot be expressed. Without a `model` the job
+    cannot be expressed."""
 
     name: str
     public: str

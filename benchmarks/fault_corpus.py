@@ -1,4 +1,4 @@
-"""What `ptrain.verify` says of loops with faults that the field has reported."""
+"""The verdicts of `ptrain.verify` on loops with faults reported in the field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ AXES = {"dp": ("dp", "ranks", "replicate", "shard"), "none": ("",)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a case gave: whether the verdict holds, what was printed, the root cause's parts."""
+    """The result of a case: whether the verdict holds, the output, and the parts of the root
+    cause."""
 
     holds: bool
     text: str
@@ -56,25 +57,25 @@ class Outcome:
 
     @property
     def cause(self) -> str:
-        """Return what is printed as the cause: all lines but the verdict and its checks."""
+        """Return the printed cause: all lines except the verdict and its checks."""
         lines = self.text.splitlines()
         text = " ".join(line.strip() for line in lines[1:] if not line.startswith(CHECKS))
         return re.sub(r", called at \S+", "", text)  # a file's name blames nothing
 
     @property
     def is_unexplained(self) -> bool:
-        """Return whether no cause is claimed: nothing explains what differs, or its place alone is
+        """Return True if no cause is claimed: the difference is unexplained, or only its place is
         known."""
         return "not explained: " in self.cause or self.is_located
 
     @property
     def is_located(self) -> bool:
-        """Return whether the place was found by trying, and no reason is claimed."""
+        """Return True if a replay found the place and no reason is claimed."""
         return "located by trying: " in self.cause
 
     @property
     def is_proven(self) -> bool:
-        """Return whether a fix was tried, and helped."""
+        """Return True if a fix was tried and helped."""
         return "proven by trying: " in self.cause
 
     @property
@@ -92,7 +93,7 @@ CHECKS = ("  ok", "  FAIL")
 
 
 def judged(name: str, fault: bool) -> dict[str, Any]:
-    """Run a case on a rank; the parts of its verdict, as JSON has them."""
+    """Run a case on a rank; return the parts of its verdict as JSON."""
     verdict = run(name, fault)
     root_cause = verdict.root_cause
     parts: dict[str, Any] = {"holds": verdict.holds, "text": str(verdict)}
@@ -121,7 +122,7 @@ def outcome(ranks: Ranks, name: str, fault: bool) -> Outcome:
 
 
 def has(text: str, alternatives: str) -> bool:
-    """Return whether one of the alternatives begins a word of the text."""
+    """Return True if one of the alternatives begins a word of the text."""
     return any(
         re.search(rf"(?<!\w){re.escape(word)}", text, re.IGNORECASE)
         for word in alternatives.split("|")
@@ -129,20 +130,20 @@ def has(text: str, alternatives: str) -> bool:
 
 
 def is_named(fault: FieldFault, given: Outcome) -> bool:
-    """Return whether what is printed as the cause is the truth."""
+    """Return True if the printed cause is the truth."""
     text = given.cause
     return all(has(text, words) for words in fault.right) and not accused(fault, given)
 
 
 def accused(fault: FieldFault, given: Outcome) -> list[str]:
-    """Return what the printed cause blames though it is right; a list of several possible causes
-    blames none of them."""
+    """Return the correct parts that the printed cause blames; a list of several possible causes
+    blames none."""
     claimed = re.sub(r"possible causes: .*?(?= fix: )", "", given.cause)
     return [words for words in fault.wrong_if if has(claimed, words)]
 
 
 def is_localised(fault: FieldFault, given: Outcome) -> bool:
-    """Return whether state, axis and place of the root cause agree with the truth."""
+    """Return True if state, axis and place of the root cause agree with the truth."""
     if not given.has_root_cause:
         return False
     state = any(has(given.state, word) for kind in fault.wrong for word in STATES[kind])
@@ -172,8 +173,8 @@ def _is_place(place: str, given: Outcome) -> bool:
 
 
 def is_wrong(fault: FieldFault, given: Outcome) -> bool:
-    """Return whether something untrue is printed: a root cause that is none, an accusation of what
-    is right, or the truth among what was ruled out."""
+    """Return True if the output is untrue: a wrong root cause, blame of a correct part, or the
+    truth among excluded causes."""
     if not given.has_root_cause:
         return False
     if given.is_unexplained:
@@ -182,7 +183,7 @@ def is_wrong(fault: FieldFault, given: Outcome) -> bool:
 
 
 def rules_out_truth(fault: FieldFault, given: Outcome) -> bool:
-    """Return whether the list of what was ruled out has the truth."""
+    """Return True if the truth is among the excluded causes."""
     _, _, listed = given.cause.partition("ruled out: ")
     return bool(listed) and all(has(listed, words) for words in fault.right)
 
@@ -224,7 +225,7 @@ def _cell(text: str) -> str:
 
 
 def fault_rows(faults: dict[str, tuple[Outcome, Outcome]]) -> Iterator[list[str]]:
-    """One row for each fault: the truth, what was made of it, and what was printed."""
+    """Yield one row per fault: the truth, its classification, and the output."""
     for name, (given, fix) in faults.items():
         fault = FAULTS[name]
         marks = [
@@ -246,7 +247,7 @@ def _mark(is_so: bool) -> str:
 
 
 def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
-    """How many of each; `WRONG` counts root causes that do not name the fault."""
+    """Return the totals; `WRONG` counts root causes that do not name the fault."""
     pairs = [(FAULTS[name], given) for name, (given, _) in faults.items()]
     return [
         ("faults", len(pairs)),
@@ -268,7 +269,7 @@ def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
 def failures(
     faults: dict[str, tuple[Outcome, Outcome]], programs: dict[str, Outcome]
 ) -> Iterator[str]:
-    """Name what does not keep the claim."""
+    """Yield violations of the claim."""
     for is_of_blind, bounds in ((False, LEAST), (True, LEAST_BLIND)):
         part = {name: pair for name, pair in faults.items() if is_blind(name) is is_of_blind}
         counts = dict(totals(part))
@@ -290,7 +291,7 @@ def failures(
 
 
 def first_try(page: Path) -> Iterator[str]:
-    """Yield the totals of an earlier page, as they stand there."""
+    """Yield the totals of an earlier page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| – | faults"))
     yield (

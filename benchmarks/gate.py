@@ -1,4 +1,4 @@
-"""How long the gate takes, and which of its steps, suites and files take the time."""
+"""The duration of the gate by step, suite and file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tables(lines: Sequence[str]) -> list[str]:
 
 
 def faults(code: int, steps: dict[str, int]) -> list[str]:
-    """Return what does not keep the claim."""
+    """Return violations of the claim."""
     tests = steps.get(TESTS, 0)
     return [
         *([f"exit code {code}"] if code else []),

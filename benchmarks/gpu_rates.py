@@ -1,4 +1,4 @@
-"""What one GPU does in a second, and whole steps of trainings beside that."""
+"""The speed of one GPU, and step times of full trainings compared with it."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def step_of(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def step_line(words: str, step: dict[str, Any]) -> str:
-    """Return a table's row: a step's median seconds beside what the cluster's rates say of it."""
+    """Return a table row: a step's median seconds next to the prediction of the cluster's rates."""
     seconds, predicted = (step.get(name) or float("nan") for name in ("seconds", "predicted"))
     return f"| {words} | {seconds:.4f} | {predicted:.4f} | {predicted / seconds - 1:+.1%} |"
 

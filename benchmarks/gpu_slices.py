@@ -1,4 +1,4 @@
-"""The slices of the GPU kit (`benchmarks/gpu.sh`), and the page of what they gave."""
+"""The slices of the GPU kit (`benchmarks/gpu.sh`), and the page of their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES: dict[str, list[Case]] = SLICES
 
 
 def choices(device: str) -> dict[str, str]:
-    """Return by setting which function torch takes for scaled_dot_product_attention."""
+    """Return the function that torch selects for scaled_dot_product_attention, by setting."""
     taken = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head, dropout, key_heads, is_causal in (
@@ -117,7 +117,7 @@ def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
 
 
 def parts(device: str) -> dict[str, str]:
-    """Return what of the machine the slices need, each with `ok` or its fault."""
+    """Return the required parts of the machine, each with `ok` or its fault."""
     found = {"Python": sys.version.split()[0], "torch": torch.__version__}
     for module in sorted(Path(ptrain.internals.__path__[0]).glob("*.py")):
         if module.stem not in ("__init__", "part"):
@@ -151,7 +151,7 @@ def _compiled_program(device: str) -> str:
 
 
 def sliced(name: str, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
-    """Return what one side says of every case of a slice."""
+    """Return one side's results for every case of a slice."""
     device = "cpu" if is_dry else "cuda"
     if name == "parts":
         return parts(device)
@@ -166,7 +166,7 @@ def sliced(name: str, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
 
 
 def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
-    """Return what a process says that only believes in a GPU of this compute capability."""
+    """Return the results of a process with a stub GPU of this compute capability."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
@@ -307,7 +307,7 @@ def claim_lines(asked: Sequence[str], found: Findings, *, is_dry: bool) -> Itera
 
 
 def page(args: argparse.Namespace) -> int:
-    """Print what is there of the slices, and the claims; 1 where one fails or is unproven."""
+    """Print the results of the slices and the claims; return 1 if one fails or is unproven."""
     asked, found = chosen(args.slices), Findings()
     lines: list[str] = []
     for name in asked:
@@ -342,7 +342,7 @@ def names() -> Sequence[str]:
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """Return the slices that are named, by themselves or as a group; by default all."""
+    """Return the slices named individually or as a group; by default all."""
     return [name for word in words for name in GROUPS.get(word, [word])] or [*names()]
 
 

@@ -1,4 +1,4 @@
-"""How the rooms of ptrain/ depend on each other, counted in the sources of a commit."""
+"""The dependencies between the packages of ptrain/, counted in the sources of a commit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class House:
 
     @cached_property
     def axis_files(self) -> dict[str, list[str]]:
-        """By axis the files that name it outside its room."""
+        """Return by axis the files that name it outside of its package."""
         return {axis: sorted(self._files_with(axis)) for axis in AXES}
 
     def _files_with(self, axis: str) -> Iterator[str]:
@@ -62,8 +62,8 @@ class House:
                 yield file
 
     def files_naming(self, kind: str, letters: Sequence[str] = ()) -> list[str]:
-        """The files with a member of the enum `kind`, or an import of one of these letters from
-        where the modes are declared."""
+        """Return the files with a member of the enum `kind`, or an import of one of these letters
+        from the module of modes."""
         files = []
         for path in self.tree.modules.values():
             nodes = ast.walk(self.tree.parsed(path))
@@ -73,7 +73,7 @@ class House:
         return files
 
     def wrap_places(self) -> list[tuple[str, int]]:
-        """File and line of every `isinstance` and `case` that names a wrap's kind."""
+        """Return file and line of every `isinstance` and `case` that names a wrapper kind."""
         return [
             (file, line)
             for path in self.tree.modules.values()
@@ -82,11 +82,11 @@ class House:
         ]
 
     def lines(self, paths: Sequence[Path]) -> int:
-        """The lines of these files together."""
+        """Return the total number of lines of these files."""
         return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
     def room_lines(self) -> dict[str, int]:
-        """The lines of each room, the longest room first."""
+        """Return the lines of each package, the largest first."""
         lines = {
             room: self.lines([self.tree.modules[module] for module in modules])
             for room, modules in self.tree.rooms.items()
@@ -94,13 +94,13 @@ class House:
         return dict(sorted(lines.items(), key=lambda item: -item[1]))
 
     def tables(self) -> list[Path]:
-        """The files of the package that are neither Python, nor its byte code, nor a page."""
+        """Return the package's files other than Python, byte code and pages."""
         files = (self.tree.root / "ptrain").rglob("*")
         skipped = (".py", ".pyc", ".typed", ".md")
         return [path for path in files if path.is_file() and path.suffix not in skipped]
 
     def settings(self) -> list[str]:
-        """The classes that are named a setting: of what a table depends on."""
+        """Return the classes named as settings: the dependencies of a table."""
         return [
             node.name
             for path in self.tree.modules.values()
@@ -109,7 +109,7 @@ class House:
         ]
 
     def readers(self) -> list[str]:
-        """The files that look a table up: `archive.table(…)`."""
+        """Return the files that look up a table: `archive.table(…)`."""
         return [
             self.tree.short(path)
             for path in self.tree.modules.values()
@@ -117,7 +117,7 @@ class House:
         ]
 
     def rows(self) -> list[Row]:
-        """The table."""
+        """Return the table."""
         tree = self.tree
         source, tests = (
             [path for path in tree.python_files if tree.short(path).startswith(f"{folder}/")]
@@ -159,7 +159,7 @@ class House:
 
 
 def names_axis(node: ast.AST, axis: str) -> bool:
-    """Whether a node names the axis in one of the four ways that --help lists."""
+    """Return True if a node names the axis in one of the four ways listed by --help."""
     members, parts = AXES[axis]
     match node:
         case ast.Attribute(value=ast.Name(id="Axis"), attr=attr):
@@ -209,7 +209,7 @@ def _lines_with_wraps(tree: ast.Module) -> Iterator[int]:
 
 
 def table(houses: dict[str, House]) -> Iterator[str]:
-    """A row a measure, a column a checkout, then the target and the rooms."""
+    """Return one row per measure, one column per checkout, then the target and the packages."""
     measures = [house.rows() for house in houses.values()]
     yield from table_head("measure", *houses, "target")
     for rows in zip(*measures, strict=True):
@@ -221,7 +221,7 @@ def table(houses: dict[str, House]) -> Iterator[str]:
 
 
 def lists(house: House) -> Iterator[str]:
-    """What stands behind the counts of one checkout, by name."""
+    """Return the names behind the counts of one checkout."""
     pairs = (f"{room} ↔ {other}" for room, other in sorted(house.tree.mutual_imports()))
     yield f"Pairs of rooms that import each other: {', '.join(pairs) or 'none'}."
     yield ""
@@ -233,7 +233,7 @@ def lists(house: House) -> Iterator[str]:
 
 
 def unpacked(name: str, folder: Path, repository: Path = ROOT) -> House:
-    """The house of a commit, whose files are written to `folder`."""
+    """Return the counts of a commit, whose files are written to `folder`."""
     command = ["git", "-C", str(repository), "archive", name]
     archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -242,7 +242,7 @@ def unpacked(name: str, folder: Path, repository: Path = ROOT) -> House:
 
 
 def page(houses: dict[str, House], commits: Sequence[str]) -> str:
-    """The table, and the names behind the last column's counts."""
+    """Return the table, and the names behind the last column's counts."""
     names = " and ".join(f"`{name}` ({title})" for title, name in zip(houses, commits, strict=True))
     *_, (title, last) = houses.items()
     return "\n".join(

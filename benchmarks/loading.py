@@ -1,4 +1,4 @@
-"""What ranks read and hold while a published model's weights are loaded."""
+"""The bytes that ranks read and hold while they load a published model's weights."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ BARE = ("optimizer.name=sgd", "batch={global: 8, micro: 1, sequence: 16}")  # no
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's loading: bytes that it keeps of the parameters, of the largest unit (0 where its
-    whole buffer is no part of the claim), that it read, and resident before and at the peak."""
+    """The loading of one rank: its bytes of parameters, of the largest unit (0 if its full buffer
+    is no part of the claim), the bytes it read, and resident memory before and at the peak."""
 
     kept: int
     unit: int
@@ -84,7 +84,7 @@ class Loaded:
 
     @property
     def above(self) -> int:
-        """Bytes at the peak beside what it had before and what it keeps."""
+        """Return the bytes at the peak above the initial memory and the kept parameters."""
         return self.peak - self.before - self.kept
 
     @property
@@ -93,7 +93,7 @@ class Loaded:
 
 
 def write_folder(folder: Path, config: Mapping[str, object]) -> int:
-    """Write a model with drawn weights; return their bytes."""
+    """Write a model with random weights; return their bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -116,7 +116,7 @@ def write_folder(folder: Path, config: Mapping[str, object]) -> int:
 
 
 def tensors_of(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a llama's tensors by name, or of a mixtral's."""
+    """Return the shapes of the tensors of a llama or a mixtral by name."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     hidden, ffn, heads, kv_heads = (int(str(config[name])) for name in names)
     vocab, layers = int(str(config["vocab_size"])), int(str(config["num_hidden_layers"]))
@@ -147,7 +147,8 @@ def tensors_of(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model from a folder in a placement; `warm` is a small one of its kind, which is drawn."""
+    """A model from a folder in a placement; `warm` is a small randomly initialized one of its
+    kind."""
 
     kind: str
     placement: str
@@ -156,19 +157,19 @@ class Case:
     size: int  # bytes of the folder
 
     def words(self, model: str) -> tuple[str, ...]:
-        """What makes a spec of the placement's."""
+        """Return the arguments for a spec of the placement."""
         return (f"mesh={PLACEMENTS[self.placement]}", *BARE, f"model={model}")
 
 
 @dataclass
 class Reading:
-    """Bytes of tensors that this process reads of folders."""
+    """The bytes of tensors that this process reads from folders."""
 
     size: int = field(default=0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """What is read within it counts."""
+        """Temporarily count reads."""
         from ptrain.models.pretrained import PretrainedFolder
 
         read: Any = PretrainedFolder.read_piece
@@ -186,7 +187,7 @@ class Reading:
 
 
 def load_rank(case: Case) -> Loaded:
-    """On one rank: what it reads and holds."""
+    """Load on one rank; return the bytes it reads and holds."""
     import gc
 
     from ptrain.axes.data.run.flat import parameters_by_unit
@@ -220,7 +221,7 @@ def load_rank(case: Case) -> Loaded:
 
 
 def kept_of(program: Program) -> int:
-    """Return the bytes of parameters that a rank has."""
+    """Return the bytes of a rank's parameters."""
     from ptrain.cost import State
     from ptrain.models.ledger import storage_of
 
@@ -229,14 +230,14 @@ def kept_of(program: Program) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes that the kernel counts for this process."""
+    """Return the resident bytes of this process according to the kernel."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 
 def run(case: Case) -> list[Loaded]:
-    """All ranks of a placement."""
+    """Run all ranks of a placement."""
     import loading  # the ranks import this file by its name
 
     from tests.ranks import Ranks
@@ -249,7 +250,7 @@ def run(case: Case) -> list[Loaded]:
 
 
 def cases(root: Path, kinds: Sequence[str], *, is_quick: bool) -> Iterator[Case]:
-    """Yield what is measured, its folder written before."""
+    """Yield the cases, each after its folder is written."""
     sizes = SMALL if is_quick else LARGE
     large, less = {**OTHERS, **sizes}, {**OTHERS, **sizes, **LESS}
     routed = {**less, **ROUTED, "num_hidden_layers": 1}
@@ -278,13 +279,13 @@ def cases(root: Path, kinds: Sequence[str], *, is_quick: bool) -> Iterator[Case]
 
 
 def arguments(config: Mapping[str, object]) -> str:
-    """Return those of a model of one's own with the sizes of a config."""
+    """Return the arguments of a user model with the sizes of a config."""
     names = {"hidden": "hidden_size", "ffn": "intermediate_size", "layers": "num_hidden_layers"}
     return json.dumps({own: config[its] for own, its in {**names, "vocab": "vocab_size"}.items()})
 
 
 def row(case: Case, ranks: Sequence[Loaded]) -> tuple[str, list[str]]:
-    """The table's row of a case, and what does not keep the claim."""
+    """Return the table row of a case, and violations of the claim."""
     worst = max(ranks, key=lambda rank: rank.above - rank.allowed)
     greedy = max(ranks, key=lambda rank: rank.read / rank.kept)
     failed = []

@@ -1,4 +1,4 @@
-"""Whether every strategy trains to the bit as it did."""
+"""Whether every strategy trains bitwise as recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
-from tests.gloo.runs import train
+from tests.gloo.runs import train_on_rank
 from tests.ranks import Ranks
 
 STEPS = 10
@@ -33,8 +33,8 @@ Row = dict[str, Any]
 
 
 def overrides_of(name: str) -> list[str]:
-    """Return what makes a strategy small: as many layers as its stages need, one micro-batch where
-    it has one."""
+    """Return overrides that make a strategy small: as many layers as its stages need, and one
+    micro-batch if it has one."""
     spec = load(name).spec
     layers = 8 if spec.degree(Axis.PP) > 1 else 2
     micro = GLOBAL // spec.data_degree if spec.batch.accumulate == 1 else 1
@@ -48,7 +48,7 @@ def trained(pool: Ranks, name: str, overrides: Sequence[str]) -> Row:
     """Return what `STEPS` steps of a strategy gave: hexadecimal losses and norms by step, and the
     digest of the parameters after them."""
     spec = require_runnable(load(name, list(overrides)))
-    reports = pool.run(spec.world_size, train, spec, STEPS, timeout=MOST_SECONDS)
+    reports = pool.run(spec.world_size, train_on_rank, spec, STEPS, timeout=MOST_SECONDS)
     trajectory = reports[0].trajectory
     assert trajectory is not None, "rank 0 has one"
     return {
@@ -110,7 +110,7 @@ def _written(hexadecimal: str | None) -> str:
 
 
 def elsewhere(before: Mapping[str, str]) -> list[str]:
-    """Return in what this machine is not that of a page."""
+    """Return how this machine differs from the page's."""
     return [
         f"{key}: {before.get(key)} on the page, {here} here"
         for key, here in platform().items()
@@ -119,7 +119,7 @@ def elsewhere(before: Mapping[str, str]) -> list[str]:
 
 
 def check(page: Path) -> int:
-    """Train again what a page has and say what differs; 1 if anything does."""
+    """Train the strategies of a page again and print the differences; return 1 if there are any."""
     kept = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     others = elsewhere(kept["platform"])
     if others:

@@ -1,4 +1,4 @@
-"""Which changes of the code the default tests notice: the mutation score of the pure half."""
+"""The mutation score of the pure half: the share of changes that the default tests detect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TOOLS = ("mutmut", "libcst", "coverage", "pytest", "hypothesis")
 
 @dataclass(kw_only=True)
 class Found:
-    """What became of a package's mutants."""
+    """The results of a package's mutants."""
 
     every: int  # mutants of the package
     sampled: list[Mutant]
@@ -76,7 +76,7 @@ Strata = Sequence[Found]  # a package's, inside of functions and outside of them
 
 
 def wilson(share: float, of: float) -> tuple[float, float]:
-    """95 % interval of a share of so many (E. B. Wilson, 1927)."""
+    """Return the 95 % interval of a share (E. B. Wilson, 1927)."""
     z = NormalDist().inv_cdf(0.975)
     middle = share + z * z / (2 * of)
     half = z * (share * (1 - share) / of + z * z / (4 * of * of)) ** 0.5
@@ -84,7 +84,7 @@ def wilson(share: float, of: float) -> tuple[float, float]:
 
 
 def drawn(tree: Path, package: str, *, inside: bool, number: int, seed: int) -> Found:
-    """A random sample of a package's mutants inside of functions, or outside of them, each with its
+    """Return a random sample of a package's mutants inside of functions, or outside, each with its
     source."""
     from _mutant import is_sound
     from _mutants import mutants, places
@@ -117,7 +117,7 @@ _COLUMNS = (
 
 
 def table(found: Mapping[str, Strata]) -> Iterator[str]:
-    """A row a package."""
+    """Yield a row per package."""
     yield from table_head(*_COLUMNS)
     for name, strata in found.items():
         low, high = interval(strata)
@@ -134,13 +134,13 @@ def table(found: Mapping[str, Strata]) -> Iterator[str]:
 
 
 def score(strata: Strata) -> float:
-    """Of all mutants of the strata: each weighs as many as are there, not as were drawn."""
+    """Return the score over all strata, weighted by their numbers of mutants."""
     every = sum(each.every for each in strata)
     return sum(each.every / every * each.score for each in strata)
 
 
 def interval(strata: Strata) -> tuple[float, float]:
-    """Wilson's, of as many draws from the whole as would have the same variance."""
+    """Return Wilson's interval for the equivalent number of draws from all mutants."""
     every, share = sum(each.every for each in strata), score(strata)
     variance = sum(
         (each.every / every) ** 2 * each.score * (1 - each.score) / len(each.sampled)
@@ -151,7 +151,7 @@ def interval(strata: Strata) -> tuple[float, float]:
 
 
 def overall(found: Mapping[str, Strata]) -> str:
-    """All mutants of the packages."""
+    """Return the score of all packages."""
     strata = [each for package in found.values() for each in package]
     low, high = interval(strata)
     return (
@@ -163,7 +163,7 @@ def overall(found: Mapping[str, Strata]) -> str:
 
 
 def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
-    """Each change that lives, and whether any test reaches it."""
+    """Yield each surviving change, and whether any test reaches it."""
     from _mutant import changed_lines
 
     yield from table_head("where", "function", "the code", "the mutant", "")
@@ -176,7 +176,7 @@ def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
 
 
 def code(text: str) -> str:
-    """A line of code as a cell of a table, at most 160 characters of it."""
+    """Return a line of code as a table cell of at most 160 characters."""
     shown = text if len(text) <= 160 else text[:157] + "..."
     return f"`` {shown} ``".replace("|", "\\|") if shown else "(gone)"
 

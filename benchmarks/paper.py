@@ -47,7 +47,7 @@ Measured = dict[Source, Figures]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case's figures: claimed and predicted at both scales, measured at the small one."""
+    """The figures of a case: claimed and predicted at both scales, measured at the small one."""
 
     claimed: float
     exact: float
@@ -56,7 +56,7 @@ class Found:
     measured: float
 
     def off(self) -> tuple[float, float]:
-        """How far what is executed is from what is claimed, relative, at both scales."""
+        """Return the relative differences between execution and claim at both scales."""
         return self.exact / self.claimed - 1, self.measured / self.small_claimed - 1
 
 
@@ -65,7 +65,8 @@ def spec_of(source: Source, *, small: bool) -> Spec:
 
 
 def overrides_of(source: Source, *, small: bool) -> tuple[str, ...]:
-    """The large spec's overrides; for the small run tiny shapes and few ranks win."""
+    """Return the overrides of the large spec; tiny shapes and few ranks replace them for the small
+    run."""
     if not small:
         return source.overrides
     factors = spec_of(source, small=False).factors
@@ -103,7 +104,7 @@ def find(case: Case, measured: Measured) -> Found:
 
 
 def holds(case: Case, found: Found) -> bool:
-    """Whether the claim is right of this case, at its own scale and where it was measured."""
+    """Return True if the claim is right for this case, at its scale and in the measurement."""
     if case.at_most:
         return found.exact <= found.claimed
     tolerance = PEAK_TOLERANCE if case.loose else TOLERANCE
@@ -114,16 +115,16 @@ def holds(case: Case, found: Found) -> bool:
 
 
 def sources() -> list[Source]:
-    """Every spec that a claim is about, once."""
+    """Return every spec of the claims once."""
     return list(
         dict.fromkeys(each for claim in CLAIMS for case in claim.cases for each in case.sources)
     )
 
 
 def measure() -> Measured:
-    """Each shrunk spec on its ranks; a steady step under the meters."""
+    """Run each reduced spec on its ranks and measure a steady step."""
     from ptrain.meters.measure import join_estimates
-    from tests.gloo.runs import train
+    from tests.gloo.runs import train_on_rank
     from tests.ranks import Ranks
 
     pool, found, known = Ranks(), {}, {}
@@ -132,7 +133,9 @@ def measure() -> Measured:
             found[source] = known[text]
             continue
         spec = spec_of(source, small=True)
-        reports = pool.run(spec.world_size, train, spec, STEADY_STEP + 1, STEADY_STEP, timeout=600)
+        reports = pool.run(
+            spec.world_size, train_on_rank, spec, STEADY_STEP + 1, STEADY_STEP, timeout=600
+        )
         estimate = join_estimates([report.measured for report in reports])
         found[source] = known[text] = Figures.of(estimate)
         print(f"measured: {text}", file=sys.stderr)
@@ -145,7 +148,7 @@ def command(source: Source) -> str:
 
 
 def apart(source: Source, measured: Figures) -> list[str]:
-    """Figures that were measured otherwise than predicted: none, or the prediction is wrong."""
+    """Yield measurements that differ from the prediction."""
     exact = view(source, "exact", small=True).found
     wrong = []
     for field, left, right in zip(fields(Figures), astuple(exact), astuple(measured), strict=True):
@@ -299,7 +302,7 @@ def percent(value: float) -> str:
 
 
 def read_back(text: str) -> tuple[Measured, str]:
-    """What the page measured, and its account of the machine."""
+    """Return the page's measurements and its description of the machine."""
     rest = text.partition(_MACHINE)[2]
     machine = rest.partition("\nOne row per run")[0].strip()
     rows = {
@@ -310,7 +313,7 @@ def read_back(text: str) -> tuple[Measured, str]:
 
 
 def differences() -> list[str]:
-    """Where the page differs from what the sources say now."""
+    """Yield differences between the page and the current sources."""
     text = PAGE.read_text(encoding="utf-8")
     measured, machine = read_back(text)
     missing = [f"not measured: {command(each)}" for each in sources() if each not in measured]
@@ -324,8 +327,8 @@ def differences() -> list[str]:
 
 
 def reword() -> list[str]:
-    """Writes the page anew around the measurements that it has, unless one that is needed is
-    missing or is not what is predicted now: that takes a new measurement."""
+    """Rewrite the page around its measurements, unless one is missing or differs from the current
+    prediction."""
     measured, machine = read_back(PAGE.read_text(encoding="utf-8"))
     wrong = [f"not measured: {command(each)}" for each in sources() if each not in measured]
     if wrong := wrong or _apart(measured):

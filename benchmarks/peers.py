@@ -1,4 +1,5 @@
-"""CPU time of a whole training's step against a loop by hand, accelerate, Fabric and DeepSpeed."""
+"""CPU time of a full training's step compared with a hand-written loop, accelerate, Fabric and
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ SCRIPT = Script(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A strategy at a size and a length of its steps."""
+    """A strategy at a size and a step length."""
 
     strategy: str
     model: str
@@ -76,7 +77,7 @@ class Case:
 
     @property
     def limit(self) -> float | None:
-        """What ptrain's median ratio is to be at most; None where nothing is claimed."""
+        """Return the highest median ratio for ptrain; None without a claim."""
         if self.strategy in UNCLAIMED:
             return None
         if self.strategy in LONG_ALONE:
@@ -92,7 +93,7 @@ class Case:
 
 
 def measure(case: Case, names: Sequence[str], rounds: int, folder: str) -> dict[str, Turns]:
-    """On one rank: every contender in turn."""
+    """Run every contender in turn on one rank."""
     import torch.distributed as dist
 
     environment(dist.get_rank(), case.ranks)
@@ -108,7 +109,7 @@ def measure(case: Case, names: Sequence[str], rounds: int, folder: str) -> dict[
 
 
 def run(case: Case, names: Sequence[str], launches: int, rounds: int) -> dict[str, Turns]:
-    """Summed over the ranks, launch after launch."""
+    """Return times summed over the ranks, launch by launch."""
     import peers  # the ranks import this file by its name
 
     from tests.ranks import Ranks
@@ -137,7 +138,7 @@ def _summed(of_ranks: Sequence[Sequence[float]]) -> Iterator[float]:
 
 
 def report(case: Case, total: dict[str, Turns]) -> tuple[list[str], list[str]]:
-    """The rows of a case, and what of it does not keep the claim."""
+    """Return the rows of a case, and violations of the claim."""
     base_name = next(name for name in total if name != OWN)
     base, own = total[base_name], total[OWN]
     rows, failed = [], []

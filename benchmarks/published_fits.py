@@ -1,4 +1,4 @@
-"""`fits` beside published jobs that trained or ran out of memory."""
+"""`fits` compared with published jobs that trained or ran out of memory."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def is_same(self) -> bool:
-        """Whether it ran torch's parts in bf16, as ptrain does."""
+        """Return True if it ran torch's components in bf16, like ptrain."""
         return self.runtime == "torch" and self.kind in SAME
 
 
@@ -73,7 +73,7 @@ def published() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A row with its derivation; None with why not."""
+    """A row with its derivation, or None with the reason."""
 
     row: Row
     derivation: Derivation | None
@@ -85,7 +85,7 @@ class Judged:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a step, per GPU."""
+        """Return the tokens of a step per GPU."""
         assert self.derivation is not None
         spec = self.derivation.spec
         return spec.batch.global_samples * spec.batch.sequence // spec.world_size
@@ -97,7 +97,7 @@ class Judged:
 
     @property
     def ratio(self) -> float:
-        """Return the published seconds of a step by those predicted."""
+        """Return the published seconds of a step divided by the predicted ones."""
         assert self.step is not None
         return self.tokens / self.published / self.step.seconds
 

@@ -34,7 +34,7 @@ _WIDE = ("cluster.devices=4096", *_LONG)
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and how many CPU seconds its process may take."""
+    """A job, and the limit of its process's CPU seconds."""
 
     model: str
     cluster: str
@@ -55,7 +55,7 @@ class Case:
 
     @cached_property
     def searched(self) -> tuple[Chooser, Ranked]:
-        """The search and its best, without a look at well-known choices."""
+        """Return the search and its best, without the comparison with well-known choices."""
         with mock.patch.object(choose, "KNOWN", ()):
             best = (chooser := self.chooser()).choose().best
         assert best is not None and best.seconds is not None, "a job that fits, and has rates"
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def command(self) -> list[str]:
-        """The process that is timed."""
+        """Return the command of the timed process."""
         words = [self.model, *self.words, "--cluster", self.cluster, "--devices", str(self.devices)]
         return [sys.executable, "-m", "ptrain", "select", *words, "--json"]
 
@@ -90,7 +90,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a part says, and what of it fails."""
+    """The output of a part, and its failures."""
 
     lines: list[str]
     failed: list[str]
@@ -107,7 +107,7 @@ def of_time(case: Case) -> Outcome:
 
 
 def of_neighbours(case: Case) -> Outcome:
-    """Return the row of what is derived around a case's best."""
+    """Return the row of the candidates around a case's best."""
     chooser, best = case.searched
     assert best.seconds is not None, "a job with rates"
     chooser.search.run(chooser.job.where)
@@ -142,7 +142,7 @@ def drawn(chooser: Chooser, number: int, seed: int) -> Iterator[Ranked]:
 
 
 def of_order(case: Case, number: int) -> Outcome:
-    """Return the row of a case's correlations over drawn candidates."""
+    """Return the row of a case's correlations over random candidates."""
     rows = list(drawn(case.chooser(), number, seed=1))
     times = [(row.closed.seconds, row.seconds or 0.0) for row in rows]
     peaks = [(row.closed.peak, float(row.peak_bytes)) for row in rows]
@@ -192,7 +192,7 @@ SCRIPT = Script("selection", of_peaks=f"{SLACK - 1:.0%}", of_seconds=f"{TIME_SLA
 
 
 def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
-    """Return the lines of all parts that are known, in their order."""
+    """Return the lines of all available parts in their order."""
     commits = sorted({line for rows in known.values() for line in rows["commit"]})
     lines = SCRIPT.head()
     if commits != [commit()]:

@@ -1,4 +1,4 @@
-"""Whether every spec predicts what it did."""
+"""Whether the predictions of every spec equal the recorded ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from _script import Script
 from ptrain.algebra.legality import require_runnable
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from tests.adversary.covering_specs import drawn
+from tests.adversary.covering_specs import random_specs
 
 PAGE = ROOT / "tests" / "pure" / "snapshot.json.xz"
 FOLDERS = ("strategies", "node", "paper")
@@ -29,31 +29,31 @@ WIDE: Mapping[str, list[str]] = {
 
 
 def named() -> dict[str, list[str]]:
-    """Return the specs that have a file, by name: the file's path and what overrides it."""
+    """Return the specs that have a file by name: the file's path and its overrides."""
     files = (path for name in FOLDERS for path in sorted((ROOT / "specs" / name).glob("*.yaml")))
     return {path.stem: [str(path.relative_to(ROOT))] for path in files} | dict(WIDE)
 
 
 def predicted(name: str) -> Data:
-    """Return the predictions of one spec of `named`."""
+    """Return the predictions of one named spec."""
     path, *overrides = named()[name]
     return predictions(resolve_auto(load(ROOT / path, overrides)))
 
 
 def predicted_of_drawn(written: Mapping[str, Any]) -> Data:
-    """Return the predictions of a spec of the snapshot, as it is written there."""
+    """Return the predictions of a random spec of the snapshot."""
     return predictions(require_runnable(load(dict(written))))
 
 
 def frozen() -> Data:
-    """Return the snapshot: `named` has predictions by spec, `drawn` by spec how it is `written` and
-    what it is `predicted`."""
+    """Return the snapshot: `named` has predictions by spec, `drawn` by spec its text (`written`)
+    and predictions (`predicted`)."""
     content: Data = json.loads(lzma.decompress(PAGE.read_bytes()))
     return content
 
 
 def freeze(content: Data) -> None:
-    """Write the snapshot, unless it is what it was: another liblzma may compress otherwise."""
+    """Write the snapshot if it changed: another liblzma may compress differently."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     if PAGE.exists() and lzma.decompress(PAGE.read_bytes()).decode() == text:
         return
@@ -61,7 +61,7 @@ def freeze(content: Data) -> None:
 
 
 def current(specs: Mapping[str, Any]) -> Data:
-    """Return a snapshot of now, of all named specs and of these drawn ones."""
+    """Return a current snapshot of all named and these random specs."""
     return {
         "named": {name: predicted(name) for name in named()},
         "drawn": {
@@ -72,7 +72,7 @@ def current(specs: Mapping[str, Any]) -> Data:
 
 
 def listing(before: Data, after: Data) -> Iterator[str]:
-    """Yield a line for each figure that is not what it was."""
+    """Yield a line for each changed figure."""
     for kind in ("named", "drawn"):
         for name in dict.fromkeys([*before[kind], *after[kind]]):
             old, new = before[kind].get(name), after[kind].get(name)
@@ -85,12 +85,12 @@ def listing(before: Data, after: Data) -> Iterator[str]:
 
 
 def lines(name: str, before: Data, after: Data) -> list[str]:
-    """Return what changed of one spec: `spec: row: before -> after`."""
+    """Return the changes of one spec: `spec: row: before -> after`."""
     return [f"{name}: {row}: {old} -> {new}" for row, old, new in changes(before, after)]
 
 
 def _drawn_specs() -> Data:
-    return {f"drawn-{number:03}": written for number, written in enumerate(drawn())}
+    return {f"drawn-{number:03}": written for number, written in enumerate(random_specs())}
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ CLAIMS = (
 
 
 def seconds(command: Sequence[str], root: Path = ROOT) -> tuple[float, float]:
-    """Return the CPU seconds of one child, its own children included, and its wall seconds."""
+    """Return the CPU seconds of one child with its descendants, and its wall seconds."""
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=root, env=environment(root), stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -61,7 +61,7 @@ def seconds(command: Sequence[str], root: Path = ROOT) -> tuple[float, float]:
 
 
 def pairs(claim: Claim) -> Iterator[tuple[float, float]]:
-    """Yield CPU seconds of the command and of the import, in turns, behind a run that writes byte
+    """Yield CPU seconds of the command and of the import, in turns, after a run that writes byte
     code."""
     own = [sys.executable, "-c", SCRIPT, *claim.words]
     other = [sys.executable, "-c", f"import {claim.module}"]
@@ -76,14 +76,14 @@ def command_of(spec: str) -> list[str]:
 
 
 def words_of(spec: str) -> list[str]:
-    """Return its name, or the file of a wide one and what overrides it."""
+    """Return its name, or the file of a wide one with its overrides."""
     return WIDE.get(spec, [spec])
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training: wall seconds from the command to the line of its first step, those of each step
-    by metrics.jsonl, and the last loss."""
+    """A training: wall seconds from the command to its first step's line, those of each step in
+    metrics.jsonl, and the last loss."""
 
     first_step: float
     steps: list[float]
@@ -91,7 +91,7 @@ class Run:
 
 
 def run(words: Sequence[str] = (), root: Path = ROOT) -> Run:
-    """One `ptrain train WORDS` in a folder of its own, by the package in `root`."""
+    """Run `ptrain train WORDS` in a separate folder with the package in `root`."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         process = subprocess.Popen(

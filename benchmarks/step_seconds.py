@@ -63,7 +63,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A training: its name, the words that load it, and of which size and ranks it is one."""
+    """A training: its name, its arguments, its size and its ranks."""
 
     name: str
     model: str
@@ -89,8 +89,8 @@ class Timed:
 
 
 def cases(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> Iterator[Case]:
-    """Yield the trainings whose mesh is of so many ranks, or that one axis of theirs can be
-    lengthened to be."""
+    """Yield the trainings whose mesh has this many ranks, or can be extended to it along one
+    axis."""
     specs = {name: (name,) for name in STRATEGIES} | PRODUCTS
     for model in models:
         for count in ranks:
@@ -103,14 +103,15 @@ def cases(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> 
 
 
 def _batch(words: Sequence[str], model: str) -> Iterator[str]:
-    """The batch of its size, where the product says nothing of its own."""
+    """Return the batch of its size, unless the product sets one."""
     samples = SAMPLES[model]
     yield f"batch={{global: {samples}, micro: {samples // 8}, sequence: 128}}"
     yield from (word for word in words if word.startswith("batch."))
 
 
 def _of_ranks(words: tuple[str, ...], count: int, samples: int) -> tuple[str, ...] | None:
-    """The words of a legal spec of so many ranks: with an axis lengthened, or one micro-batch."""
+    """Return the arguments of a legal spec with this many ranks: with an extended axis, or one
+    micro-batch."""
     axes = load(words[0]).spec.factors
     longer = [(f"mesh.{axes[0].axis}={count}",)] if len(axes) == 1 else []
     once = [(f"batch.micro={samples // count}", "batch.accumulate=1")]
@@ -131,7 +132,7 @@ def predicted(case: Case, cluster: str) -> float | None:
 
 
 def measured(case: Case) -> list[float]:
-    """Train it; return the seconds of its steps, the first ones left out."""
+    """Train it; return the seconds of its steps without the first ones."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         words = [sys.executable, "-m", "ptrain", "train", *case.words, f"train.steps={STEPS}"]
         ended = subprocess.run(

@@ -28,7 +28,7 @@ TARGETS = (
 # They read the sources as text, or hold the tree against what was printed or recorded of it.
 WITHOUT = tuple(
     f"tests/pure/test_{name}.py"
-    for name in ("layers", "paper_page", "readme", "pages", "snapshot", "digests_of_lives")
+    for name in ("layers", "paper_page", "readme", "pages", "snapshot", "replay_digests")
 )
 PROBE = "benchmarks/_waste_probe.py::test_no_prediction_"
 RAISES, DIFFERS, TESTS = "raises", "differs", "tests"  # stages

@@ -41,7 +41,14 @@ class ByRank(Sequence[RowT]):
         return repr(tuple(self))
 
     def and_then(self, other: ByRank[RowT]) -> ByRank[RowT]:
-        """Return the rows of `self`, followed by the rows of `other`."""
+        """Return the rows of `self`, followed by the rows of `other`.
+
+        Args:
+            other: Rows of the same ranks.
+
+        Returns:
+            The rows of both, `self` first.
+        """
         return ByRank(*self.parts, *other.parts)
 
     def __iter__(self) -> Iterator[RowT]:
@@ -95,7 +102,14 @@ class ByRank(Sequence[RowT]):
         return [row for (kinds, _), number in parts for row in kinds[number]]
 
     def of_ranks(self, ranks: Container[int]) -> Iterator[RowT]:
-        """Yield the rows of these ranks."""
+        """Yield the rows of these ranks.
+
+        Args:
+            ranks: Ranks from 0.
+
+        Yields:
+            Their rows, in the order of ranks.
+        """
         for kinds, kind_of in self.parts:
             for rank, kind in enumerate(kind_of):
                 if rank in ranks:
@@ -103,7 +117,14 @@ class ByRank(Sequence[RowT]):
                         yield row.of_rank(rank)
 
     def totals(self, size: Callable[[RowT], int]) -> list[int]:
-        """Return the sum of `size` over the rows of each rank, indexed by rank."""
+        """Return the sum of `size` over the rows of each rank, indexed by rank.
+
+        Args:
+            size: Returns the size of a row, for example its bytes.
+
+        Returns:
+            One sum per rank.
+        """
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
         of_part = [
             [of_kind[kind] for kind in kind_of]
@@ -112,7 +133,14 @@ class ByRank(Sequence[RowT]):
         return of_part[0] if len(of_part) == 1 else list(map(sum, zip(*of_part, strict=True)))
 
     def largest(self, size: Callable[[RowT], int]) -> int:
-        """Return the largest sum of `size` over one rank's rows, computed once per kind."""
+        """Return the largest sum of `size` over one rank's rows, computed once per kind.
+
+        Args:
+            size: Returns the size of a row, for example its bytes.
+
+        Returns:
+            The largest sum; 0 without rows.
+        """
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
         # Ranks with equal kinds in all parts have equal sums.
         unlike = {*zip(*(kind_of for _, kind_of in self.parts), strict=True)}
@@ -152,19 +180,43 @@ def unranked(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iter
 
 
 def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:
-    """Return the rows of these ranks, in their order."""
+    """Return the rows of these ranks, in their order.
+
+    Args:
+        rows: Rows that name their rank.
+        ranks: Ranks from 0.
+
+    Returns:
+        The rows of these ranks.
+    """
     if isinstance(rows, ByRank):
         return tuple(rows.of_ranks(ranks))
     return tuple(row for row in rows if row.rank in ranks)
 
 
 def largest(rows: Sequence[RowT], size: Callable[[RowT], int]) -> int:
-    """Return the largest sum of `size` over the rows of one rank; 0 without rows."""
+    """Return the largest sum of `size` over the rows of one rank; 0 without rows.
+
+    Args:
+        rows: Rows that name their rank.
+        size: Returns the size of a row, for example its bytes.
+
+    Returns:
+        The largest sum over one rank.
+    """
     return rows.largest(size) if isinstance(rows, ByRank) else max(totals(rows, size), default=0)
 
 
 def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:
-    """Return the sum of `size` over the rows of each rank, for ranks with rows."""
+    """Return the sum of `size` over the rows of each rank, for ranks with rows.
+
+    Args:
+        rows: Rows that name their rank.
+        size: Returns the size of a row, for example its bytes.
+
+    Returns:
+        One sum per rank with rows.
+    """
     if isinstance(rows, ByRank):
         return rows.totals(size)
     return list(summed((row.rank, size(row)) for row in rows).values())

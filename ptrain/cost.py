@@ -150,7 +150,14 @@ class Peak:
 
 
 def lower_bytes(row: Footprint | Peak) -> int:
-    """Return the lower bound of the device bytes of a row."""
+    """Return the lower bound of the device bytes of a row.
+
+    Args:
+        row: A memory or peak row.
+
+    Returns:
+        Bytes on the device.
+    """
     return row.device_bytes if row.lower_bytes is None else row.lower_bytes
 
 
@@ -187,7 +194,14 @@ class Traffic:
 
 
 def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Sum the rows with equal keys, and sort them, so that two accounts compare by position."""
+    """Sum the rows with equal keys, and sort them, so that two accounts compare by position.
+
+    Args:
+        rows: Traffic rows, in any order.
+
+    Returns:
+        One row per key, sorted by key.
+    """
     totals: dict[TrafficKey, tuple[int, int, int]] = {}
     for row in rows:
         calls, payload, sent = totals.get(row.key, (0, 0, 0))
@@ -214,6 +228,12 @@ def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Return one row per kind of call: the row of the rank that sends most.
 
     The accounts of ranks differ if the shards of an operator have unequal sizes.
+
+    Args:
+        rows: Traffic rows of several ranks.
+
+    Returns:
+        One row per kind of call.
     """
     most: dict[TrafficKey, Traffic] = {}
     for row in rows:
@@ -334,11 +354,25 @@ class StepTime(NamedTuple):
         return sum(row.seconds for row in self.rows)
 
     def spent(self, spent: Spent) -> float:
-        """Return the seconds in one category."""
+        """Return the seconds in one category.
+
+        Args:
+            spent: The category, such as compute or exposed communication.
+
+        Returns:
+            Seconds.
+        """
         return sum(row.seconds for row in self.rows if row.key.spent is spent)
 
     def of_phase(self, phase: Phase) -> float:
-        """Return the seconds of a phase. The bubble belongs to no phase and is left out."""
+        """Return the seconds of a phase. The bubble belongs to no phase and is left out.
+
+        Args:
+            phase: Forward, backward or update.
+
+        Returns:
+            Seconds.
+        """
         rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
         return sum(row.seconds for row in rows if row.key.phase is phase)
 
@@ -409,21 +443,41 @@ class Estimate(Worded):
         return f"Estimate({self.column} of {self.world_size} ranks)"  # without thousands of rows
 
     def peak_bytes(self) -> int | None:
-        """Return the largest peak over phases and ranks, None if no peak is known."""
+        """Return the largest peak over phases and ranks, None if no peak is known.
+
+        Returns:
+            Bytes on the device, or None.
+        """
         return max((row.device_bytes for row in unranked(self.peak)), default=None)
 
     def lower_peak_bytes(self) -> int | None:
-        """Return the lower bound of the largest peak; `peak_bytes` unless it depends on data."""
+        """Return the lower bound of the largest peak; `peak_bytes` unless it depends on data.
+
+        Returns:
+            Bytes on the device, or None if no peak is known.
+        """
         return max(map(lower_bytes, unranked(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
-        """Return the device bytes of a state on a rank. None: the maximum over the ranks."""
+        """Return the device bytes of a state on a rank. None: the maximum over the ranks.
+
+        Args:
+            state: The state, such as `State.PARAMETERS`.
+            rank: Rank in the mesh, from 0. None: the maximum over the ranks.
+
+        Returns:
+            Bytes on the device.
+        """
         rows = unranked(self.memory, None if rank is None else {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 
     def copied_bytes(self) -> int:
-        """Return the bytes that one rank copies between its tiers in a steady step, at most."""
+        """Return the bytes that one rank copies between its tiers in a steady step, at most.
+
+        Returns:
+            Bytes per step, summed over both directions and all tiers.
+        """
         return max(
             sum(
                 row.payload_bytes
@@ -434,20 +488,41 @@ class Estimate(Worded):
         )
 
     def sent_bytes(self, *, setup: bool = False) -> int:
-        """Return the bytes that the busiest rank sends in a steady step, or once during set-up."""
+        """Return the bytes that the busiest rank sends in a steady step, or once during set-up.
+
+        Args:
+            setup: Count the calls of set-up instead of a steady step.
+
+        Returns:
+            Bytes under the ring model.
+        """
         return max(
             sum(row.sent_bytes for row in rows if (row.key.phase is Phase.SETUP) is setup)
             for rows in self.by_rank()
         )
 
     def of_rank(self, rank: int) -> Estimate:
-        """Return the figures of one rank, with only the calls that it makes."""
+        """Return the figures of one rank, with only the calls that it makes.
+
+        Args:
+            rank: Rank in the mesh, from 0.
+
+        Returns:
+            An estimate with rows of this rank only.
+        """
         traffic = self.accounts[self.account_of[rank]] if self.accounts else self.traffic
         sent = tuple(row for row in traffic if row.calls)
         return replace(self.of_ranks({rank}), traffic=sent, accounts=(), account_of=())
 
     def of_ranks(self, ranks: Container[int]) -> Estimate:
-        """Return the estimate without per-rank rows of other ranks; its traffic is unchanged."""
+        """Return the estimate without per-rank rows of other ranks; its traffic is unchanged.
+
+        Args:
+            ranks: Ranks in the mesh, from 0.
+
+        Returns:
+            An estimate with memory and peak rows of these ranks.
+        """
         return replace(
             self,
             memory=of_ranks(self.memory, ranks),
@@ -462,5 +537,8 @@ class Estimate(Worded):
 
         Without `accounts` it is one tuple, which has the row of the busiest rank for each kind of
         call.
+
+        Returns:
+            One tuple of traffic rows per kind of rank.
         """
         return self.accounts or (busiest(self.traffic),)

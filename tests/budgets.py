@@ -82,7 +82,7 @@ def over_or_under(figures: Mapping[str, int], budgets: Mapping[str, int]) -> Ite
         elif budget - number > max(SLACK, SLACK_SHARE * budget):
             yield (
                 f"{package} has {number} statements, {budget - number} fewer than its budget of "
-                f"{budget}: {WRITE} lowers it to {rounded(number)}"
+                f"{budget}: {WRITE} lowers it to {round_up(number)}"
             )
 
 
@@ -98,7 +98,7 @@ def not_as_held(name: str, what: str, number: int, held: int) -> str | None:
     )
 
 
-def rounded(number: int) -> int:
+def round_up(number: int) -> int:
     """Return the budget for so many statements."""
     return -(-number // ROUNDED_TO) * ROUNDED_TO
 
@@ -106,7 +106,7 @@ def rounded(number: int) -> int:
 def table(tree: SourceTree) -> str:
     """Return the figures of a checkout as lines of this file."""
     budgets = [
-        f'    "{package}": {rounded(number)},\n'
+        f'    "{package}": {round_up(number)},\n'
         for package, number in tree.statements_by_package().items()
     ]
     return (

@@ -1,4 +1,4 @@
-"""Tokenizers in folders as transformers saves them, with the templates of chats, and chats."""
+"""Tokenizers in transformers folders with chat templates, and chats."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ CHAT: Messages = [
 
 
 def save_tokenizer(folder: Path, template: str | None = CHATML, *, specials: int = 3) -> Path:
-    """Save a tokenizer of bytes and some pairs, trained on a few words, to a folder that may be
-    there; its first special tokens are those of the templates."""
+    """Save a byte-pair tokenizer, trained on a few words, to a new or existing folder; its first
+    special tokens are those of the templates."""
     import tokenizers
     import transformers
 
@@ -62,9 +62,9 @@ def save_tokenizer(folder: Path, template: str | None = CHATML, *, specials: int
     return folder
 
 
-def drawn_chats(count: int, seed: int = 0, most: int = 3) -> list[Messages]:
-    """Return so many chats of up to `most` answers, some of which begin with a system's message.
-    Answers follow from questions: a colour is answered with a number."""
+def random_chats(count: int, seed: int = 0, most: int = 3) -> list[Messages]:
+    """Return chats of up to `most` answers, some with a system message. Answers follow from
+    questions: a colour is answered with a number."""
     draw = Random(seed)
     drawn = []
     for _ in range(count):

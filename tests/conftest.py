@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, one pool of ranks in each worker."""
+"""Fixtures of all tests: one thread per process, and one pool of ranks per worker."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _TRACES = tempfile.TemporaryDirectory(prefix="ptrain-traces-")  # while the test
 
 
 @pytest.fixture(autouse=True)
-def _traces_of_its_own() -> None:
-    """No test reads what another one has traced."""
+def _separate_trace_cache() -> None:
+    """Give each test a separate trace cache."""
     os.environ["PTRAIN_CACHE"] = str(Path(_TRACES.name, str(next(_NUMBERS))))
 
 
@@ -58,9 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """As many workers as there are cores, up to four: each has a pool of up to eight ranks of
-    0.3 GB. One process where single files are tested, since it starts sooner, and where a
-    record is written, since it is one page of all tests."""
+    """Return one worker per core, up to four: each has a pool of up to eight ranks of 0.3 GB.
+    Return one for single files, which start sooner, and for a record, which is one page of all
+    tests."""
     are_files = all(Path(word.partition("::")[0]).is_file() for word in config.args)
     if are_files or config.getoption("--record"):
         return 0
@@ -106,7 +106,8 @@ def wide_screens() -> Iterator[None]:
 
 @pytest.fixture
 def ptrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command line in this process -> what it prints, or raises AssertionError."""
+    """Return a function that runs a command line in this process and returns its output, or raises
+    AssertionError."""
 
     def run(*arguments: str, code: int = 0) -> str:
         exit_code = main(list(arguments))
@@ -119,7 +120,8 @@ def ptrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """`ranks.run(2, function, *args)` -> one result per rank; see tests/ranks.py."""
+    """Return the pools of ranks: `ranks.run(2, function, *args)` returns one result per rank
+    (tests/ranks.py)."""
     pool = Ranks()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Matrices of tests of which a covering subset runs by default."""
+"""Parametrized test matrices that run a covering subset by default."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 
 def covering(names: str, *columns: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrizes over all combinations of the columns' values. By default those whose places in
-    their columns have an even sum: with three columns or more of two values or more they hold every
-    pair of values."""
+    """Parametrize over all combinations of the columns' values. The default subset has the
+    combinations with an even sum of indices: with three columns or more of two values or more it
+    covers every pair of values."""
     rows = []
     for cells in product(*(tuple(enumerate(column)) for column in columns)):
         is_default = sum(place for place, _ in cells) % 2 == 0

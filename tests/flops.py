@@ -39,14 +39,14 @@ def _logits(hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(hidden) * weight[0]
 
 
-def _added(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+def _addmm_flops(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
     return 2 * math.prod(left) * right[1]
 
 
 NOT_REGISTERED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.aten.addmm_: _added,
+    torch.ops.aten.addmm_: _addmm_flops,
 }
 if can_fuse():
     import_module("torch.nn.modules.linear_cross_entropy")  # registers it, else at its first call
@@ -55,7 +55,7 @@ if can_fuse():
 
 
 class _ByPhase:
-    """An observer of a program: what was counted until each phase began."""
+    """An observer of a program that records the count at the start of each phase."""
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self.counter, self.known, self.now = counter, 0, Phase.SETUP
@@ -67,8 +67,8 @@ class _ByPhase:
         self.known, self.now = total, phase
 
 
-def counted(program: Program, batch: LocalBatch, lr: float = 1e-3) -> Counter[Phase]:
-    """Of one step of `program`, which it takes."""
+def count_step(program: Program, batch: LocalBatch, lr: float = 1e-3) -> Counter[Phase]:
+    """Count one step of `program` and run it."""
     with FlopCounterMode(display=False, custom_mapping=NOT_REGISTERED) as counter:
         watch = _ByPhase(counter)
         program.observers.append(watch)

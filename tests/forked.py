@@ -1,8 +1,8 @@
-"""Processes that trace what a rank of cp or tp has, forked from one that has imported torch.
+"""Forked processes that trace a rank of cp or tp, from a process that has imported torch.
 
-A user's are started anew, and spend three of four seconds on imports: that would be most of a
-test's time. What they are asked, what they do and how their answers are taken is the same; they
-have the folder, the import path and the variables of the process that asks, as a user's have.
+A user's processes start from scratch and spend three of four seconds on imports, which would be
+most of a test's time. Requests, work and answers are the same; the forked processes have the
+folder, import path and variables of the requesting process, like a user's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.ranks import fork_server
 
 @pytest.fixture(autouse=True)
 def forked_traces() -> Iterator[None]:
-    """What a rank of cp or tp has is traced in processes that need not import torch."""
+    """Temporarily trace ranks of cp or tp in forked processes that need not import torch."""
     with mock.patch.object(tensor_parts, "Popen", Forked):
         yield
 
@@ -57,7 +57,7 @@ class Forked:
         theirs.close()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what the process wrote and its errors. Raises TimeoutExpired."""
+        """Return the process's output and errors. Raises TimeoutExpired."""
         if self._pipe is None or self.returncode is not None:
             return self._texts
         if not self._pipe.poll(timeout):
@@ -88,7 +88,7 @@ class _Question(io.StringIO):
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a process that is started takes over from the one that starts it."""
+    """The state that a started process inherits."""
 
     folder: str
     path: list[str]
@@ -105,7 +105,7 @@ class _Begun:
         os.environ.update(self.variables)
 
 
-def patched(**patches: Any) -> type[Forked]:
+def patch_processes(**patches: Any) -> type[Forked]:
     """Return processes in which modules have other values, by `module__name` within ptrain.traces:
     `patched(tensor_parts__REAL_BYTES=0)`."""
     names = {f"ptrain.traces.{name.replace('__', '.')}": patches[name] for name in patches}

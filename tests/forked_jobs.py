@@ -30,12 +30,12 @@ _CAUGHT = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
-)  # by a parent of ranks; not by what it starts
+)  # by a parent of ranks; not by its children
 _MOST_DESCRIPTORS = 4096
 
 
 class Command:
-    """Of a Popen what `tests.jobs` uses."""
+    """The part of Popen that `tests.jobs` uses."""
 
     def __init__(
         self, arguments: Sequence[str], *, module: str, cwd: Path, variables: Mapping[str, str]
@@ -44,7 +44,7 @@ class Command:
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
         self._process = context.Process(
-            target=_live, args=(module, arguments, str(cwd), variables, *writers), daemon=True
+            target=_run_module, args=(module, arguments, str(cwd), variables, *writers), daemon=True
         )
         self._process.start()
         self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno())) for reader, _ in pipes)
@@ -71,7 +71,7 @@ class Command:
         self._process.kill()
 
 
-def _live(
+def _run_module(
     module: str,
     arguments: Sequence[str],
     cwd: str,
@@ -79,9 +79,9 @@ def _live(
     output: Connection,
     errors: Connection,
 ) -> None:
-    """Be `python -m MODULE ARGUMENTS` in this process."""
+    """Run `python -m MODULE ARGUMENTS` in this process."""
     die_with_parent(os.getppid())
-    gc.freeze()  # what the fork server imported: no collection need visit it
+    gc.freeze()  # modules of the fork server, which garbage collection can skip
     os.chdir(cwd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _write_to(output.fileno(), errors.fileno())
@@ -89,11 +89,11 @@ def _live(
     errors.close()
     forking = SimpleNamespace(Popen=_Rank, DEVNULL=DEVNULL)
     with mock.patch.object(failure, "subprocess", forking):
-        _run(module, arguments, variables)
+        _run_and_exit(module, arguments, variables)
 
 
 class _Rank:
-    """Of a Popen what `ptrain.train.failure` uses: a child of this process."""
+    """The part of Popen that `ptrain.train.failure` uses: a child of this process."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Rank:
                 if descriptor not in pass_fds:
                     _close(descriptor)
             Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # see Job.ranks
-            _run(words[3], words[4:], env)
+            _run_and_exit(words[3], words[4:], env)
         finally:
             os._exit(70)
 
@@ -144,8 +144,8 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _run(module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run a module as the main one, and leave with its exit code, without exit handlers."""
+def _run_and_exit(module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Run a module as the main one and leave with its exit code, without exit handlers."""
     os.environ.clear()
     os.environ.update(variables)
     sys.argv[:] = [module, *arguments]

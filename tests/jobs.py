@@ -1,7 +1,7 @@
-"""Trainings as processes, as a user starts them: for tests of what happens around the loop.
+"""Trainings as processes, as a user starts them: for tests of the launcher and of signals.
 
-Each costs seconds (every rank imports torch), so a test module runs few and asks each many things.
-"""
+Each costs seconds (every rank imports torch), so a test module runs few of them and checks much on
+each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECONDS = 150.0  # for a whole job, on a busy machine
 
 @dataclass
 class Job:
-    """A process and what it has printed so far."""
+    """A process and its output so far."""
 
     process: subprocess.Popen[str] | Command
     lines: list[str] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Job:
         return code
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> process id of the descendants that are ranks."""
+        """Return the process ids of the descendants that are ranks, by rank."""
         found = {}
         for pid in descendants(self.process.pid):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
-            if name == "rank":  # one that was forked, whose environment /proc does not tell
+            if name == "rank":  # a forked process, whose environment /proc does not show
                 found[int(number)] = pid
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
             named = dict(each.split("=", 1) for each in variables if "=" in each)
@@ -96,9 +96,9 @@ def job(
     first: Path | None = None,
     is_forked: bool = False,
 ) -> Iterator[Job]:
-    """`python -m ptrain ARGUMENTS`; nothing of it is left when the block ends. Python looks for
-    modules in the folder `first` before any other. A job that is forked (tests/forked_jobs.py) is
-    for what happens once its processes are there: it costs a fifth."""
+    """Run `python -m ptrain ARGUMENTS` and kill all its processes at the end of the block. Python
+    searches the folder `first` before any other. A forked job (tests/forked_jobs.py) costs a fifth,
+    for tests that do not concern the start of processes."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         variables.pop(name, None)
@@ -109,7 +109,7 @@ def job(
         assert first is None
         process = Command(arguments, module=module, cwd=cwd, variables=variables)
     else:
-        process = _started([module, *arguments], cwd, variables)
+        process = _start_job([module, *arguments], cwd, variables)
     started = Job(process)
     try:
         yield started
@@ -123,7 +123,7 @@ def job(
                 stream.close()
 
 
-def _started(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+def _start_job(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", *words],
         cwd=cwd,
@@ -137,11 +137,11 @@ def _started(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subp
 
 
 def _hear_hang_ups() -> None:
-    """The tests themselves may run under nohup, which children inherit."""
+    """Restore the handling of SIGHUP: children inherit it if the tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def run(
+def run_job(
     arguments: Sequence[str],
     *,
     cwd: Path,
@@ -149,13 +149,13 @@ def run(
     first: Path | None = None,
     is_forked: bool = False,
 ) -> tuple[int, Job]:
-    """The exit code and what was printed."""
+    """Return the exit code and the output."""
     with job(arguments, cwd=cwd, module=module, first=first, is_forked=is_forked) as started:
         return started.wait(), started
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, …, of a living process (Linux)."""
+    """Return the children, their children, …, of a living process (Linux)."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -164,8 +164,8 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children for each in (child, *descendants(child))]
 
 
-def listening(pid: int) -> set[str]:
-    """The addresses on which a process and its descendants listen (Linux)."""
+def listening_addresses(pid: int) -> set[str]:
+    """Return the addresses on which a process and its descendants listen (Linux)."""
     inodes = set()
     for process in (pid, *descendants(pid)):
         with suppress(OSError):  # gone meanwhile
@@ -182,8 +182,8 @@ def listening(pid: int) -> set[str]:
     return addresses
 
 
-def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
-    """Whether none of these processes runs any more, at the latest after `seconds`."""
+def have_ended(pids: Sequence[int], seconds: float = 10.0) -> bool:
+    """Return True if none of these processes runs any more after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while any(_runs(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -193,7 +193,7 @@ def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
 
 
 def losses(run_folder: Path) -> dict[int, float]:
-    """Step -> loss, every digit of it."""
+    """Return the losses by step with all digits."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "loss" in row]
     found = {row["step"]: row["loss"] for row in rows}

@@ -1,4 +1,4 @@
-"""A model that is not ptrain's; its tensors of dim 0 = 2 and 5 leave empty shards on 4 ranks."""
+"""A user model; its tensors of dim 0 = 2 and 5 leave empty shards on 4 ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ptrain.spec.model import Family, ModelShape
 
 
 class Neck(nn.Module):
-    """x + up(spread(narrow(x))): hidden -> 2 -> 5 -> hidden, through rows that do not divide."""
+    """x + up(spread(narrow(x))): hidden -> 2 -> 5 -> hidden, with rows that ranks do not divide."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class Necks(nn.Module):
 
 
 def necks(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Necks:
-    """The target of a spec: `{target: tests.models_external:necks}`."""
+    """Return the model of `{target: tests.models_external:necks}`."""
     return Necks(hidden, layers, vocab)
 
 
 def normed() -> Necks:
-    """The same with torch's norm in front of the head."""
+    """Return the same model with torch's norm before the head."""
     model = necks()
     model.head = nn.Sequential(nn.RMSNorm(10), model.head)
     return model
 
 
 class Carried(Neck):
-    """Hands on, beside its own output, what it was given."""
+    """A block that returns its input with its output."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x_BTC, first_BTC = pair
@@ -61,7 +61,7 @@ class Carried(Neck):
 
 
 class Carriers(Necks):
-    """Every block passes the embedding on to the next, which the head takes in again."""
+    """A model whose blocks pass the embedding on to the head."""
 
     def __init__(self, hidden: int, layers: int, vocab: int) -> None:
         super().__init__(hidden, layers, vocab)
@@ -77,12 +77,12 @@ class Carriers(Necks):
 
 
 def carriers(hidden: int = 10, layers: int = 3, vocab: int = 259) -> Carriers:
-    """A target whose blocks return one of their inputs."""
+    """Return a model whose blocks return one of their inputs."""
     return Carriers(hidden, layers, vocab)
 
 
 class Deceiver(Necks):
-    """Shows one micro-batch what it is not: from its second on it keeps another copy of logits."""
+    """A model that keeps another copy of the logits from its second micro-batch on."""
 
     num_calls = 0
 
@@ -93,12 +93,12 @@ class Deceiver(Necks):
 
 
 def deceiver(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Deceiver:
-    """A target whose prediction is wrong: it is traced once and then does something else."""
+    """Return a model with a wrong prediction: it changes its behavior after the trace."""
     return Deceiver(hidden, layers, vocab)
 
 
 class Mixing(nn.Module):
-    """Attention whose number of heads is what its tensors have; keys are scaled by head."""
+    """Attention whose head count follows from its tensors; keys are scaled by head."""
 
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Pair(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Blocks whose operators come in pairs of a column and a row."""
+    """A model with blocks of column and row operators."""
 
     def __init__(self, hidden: int, layers: int, vocab: int, tied: bool) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ PAIRS_PLAN = {
 def pairs(
     hidden: int = 16, layers: int = 2, vocab: int = 260, tied: bool = False, planned: bool = True
 ) -> Pairs:
-    """A target that says how it is cut over tp and pp, or leaves that to the spec."""
+    """Return a model with plans for tp and pp, or without if the spec has them."""
     model = Pairs(hidden, layers, vocab, tied)
     if planned:
         model.tp_plan = PAIRS_PLAN  # type: ignore[assignment]
@@ -175,7 +175,7 @@ def pairs(
 
 
 class Stubborn(Mixing):
-    """Attention that asks its width for the number of heads: it cannot be cut."""
+    """Attention that derives the head count from its width, so it cannot be sharded."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         heads = x_BTC.shape[-1] // self.head_dim
@@ -185,7 +185,7 @@ class Stubborn(Mixing):
 
 
 def stubborn() -> Pairs:
-    """A target that runs whole, prints, and does not run when its plan has cut it."""
+    """Return a model that runs on one device, prints, and fails when its plan has sharded it."""
     print("building")
     model = pairs()
     for layer in model.layers:
@@ -194,7 +194,7 @@ def stubborn() -> Pairs:
 
 
 def ours(family: str = "llama") -> nn.Module:
-    """A target that returns a model of ours."""
+    """Return a built-in model."""
     shape = ModelShape(
         family=Family(family), layers=2, hidden=32, heads=4, kv_heads=4, ffn=40, vocab=260
     )

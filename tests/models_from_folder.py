@@ -1,5 +1,5 @@
-"""A decoder of somebody's own that begins with a folder, wherever it is placed: with several
-projections in one, a tied head, a table that all layers share and no file has, and experts."""
+"""A user's decoder that loads a folder under any placement, with fused projections, a tied head, a
+shared table that no file has, and experts."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`beside`: what its constructor makes beside parameters: nothing more, a table that it draws,
-    or one of a parameter's values."""
+    """A decoder. `beside` names a non-parameter that its constructor makes: nothing, a random
+    table, or a table of a parameter's values."""
 
     tp_plan: ClassVar[dict[str, str]] = {
         "embed": "vocabulary",
@@ -138,8 +138,9 @@ def build(
     return Decoder(hidden, layers, routed=routed, tied=tied, beside=beside)
 
 
-def saved_own(folder: Path, arguments: str = "") -> Path:
-    """Write a folder of one that is built with these; no tensor is as its constructor draws it."""
+def save_decoder(folder: Path, arguments: str = "") -> Path:
+    """Save a folder of a decoder built with these arguments; all tensors differ from their initial
+    values."""
     import yaml
     from safetensors.torch import save_file
 
@@ -159,14 +160,14 @@ def build_in_half() -> nn.Module:
 
 
 class Counting(Decoder):
-    """It counts its tokens itself."""
+    """A decoder that counts its tokens itself."""
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         return super().forward(tokens_BT)
 
 
 class Passing(Decoder):
-    """A number that no gradient flows through goes past its layers."""
+    """A decoder with a value without gradient that bypasses its layers."""
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         logits_BTV = super().forward(tokens_BT, positions)

@@ -27,7 +27,7 @@ class Adapted(nn.Module):
 
 
 class AdaptedLayers(Necks):
-    """Such layers between a frozen table and a frozen head."""
+    """Adapted layers between a frozen table and a frozen head."""
 
     def __init__(self, layers: int, vocab: int) -> None:
         super().__init__(HIDDEN, 0, vocab)
@@ -38,8 +38,8 @@ class AdaptedLayers(Necks):
 def adapted(
     layers: int = 3, vocab: int = 259, without: int = 0, is_tied: bool = False
 ) -> AdaptedLayers:
-    """The target of a spec: `{target: tests.models_frozen:adapted}`. `without`: so many layers in
-    front have frozen adapters; `is_tied`: the head is the table."""
+    """Return the model of `{target: tests.models_frozen:adapted}`. The adapters of the first
+    `without` layers are frozen; if `is_tied`, the head is the table."""
     model = AdaptedLayers(layers, vocab)
     for layer in model.layers[:without]:
         layer.requires_grad_(False)
@@ -49,7 +49,7 @@ def adapted(
 
 
 class Logits(nn.Module):
-    """A model of transformers by what it makes of tokens."""
+    """A transformers model that returns logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Logits(nn.Module):
 
 
 def lora(rank: int = 2, folder: str | None = None) -> Logits:
-    """Put peft's adapters on queries and values of a small Llama with given initial weights, or of
+    """Add peft's adapters to queries and values of a small Llama with given initial weights, or of
     the one in `folder`."""
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import LlamaConfig, LlamaForCausalLM

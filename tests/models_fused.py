@@ -1,4 +1,4 @@
-"""Models whose projections are several in one, of unlike lengths, and whose code counts heads."""
+"""Models with fused projections of unequal lengths, and code that counts heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models_foreign import Block, Nested
+from tests.models_from_outside import Block, Nested
 
 GROUPED_PLAN = {
     "h.*.attn": "whole input",
@@ -22,7 +22,8 @@ GROUPED_PLAN = {
 
 
 class GroupedAttention(nn.Module):
-    """Queries in one projection with fewer keys and values; how many of each its attributes say."""
+    """Attention with queries and fewer keys and values in one projection, whose counts are
+    attributes."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class GatedMLP(nn.Module):
 
 
 class ShiftingBlock(Block):
-    """Between its sub-blocks a token sees the one before it."""
+    """A block in which a token sees the previous one between the sub-blocks."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         before_BTC = F.pad(x_BTC, (0, 0, 1, 0))[:, :-1]
@@ -62,7 +63,7 @@ class ShiftingBlock(Block):
 
 
 def grouped(hidden: int = 32, layers: int = 2, heads: int = 4, kv_heads: int = 2) -> Nested:
-    """Return one with projections of unlike lengths in one."""
+    """Return a model with fused projections of unequal lengths."""
     blocks = [Block(hidden, GroupedAttention(hidden, heads, kv_heads)) for _ in range(layers)]
     for block in blocks:
         block.mlp = GatedMLP(hidden)
@@ -72,7 +73,7 @@ def grouped(hidden: int = 32, layers: int = 2, heads: int = 4, kv_heads: int = 2
 
 
 def shifting(hidden: int = 32, layers: int = 2, heads: int = 4) -> Nested:
-    """Return one whose blocks do not take each token by itself."""
+    """Return a model whose blocks mix tokens outside of attention."""
     blocks = [ShiftingBlock(hidden, GroupedAttention(hidden, heads, heads)) for _ in range(layers)]
     model = Nested(hidden, blocks, tied=False)
     plan = {name: word for name, word in GROUPED_PLAN.items() if "mlp" not in name}
@@ -81,8 +82,7 @@ def shifting(hidden: int = 32, layers: int = 2, heads: int = 4) -> Nested:
 
 
 def early(hidden: int = 32, heads: int = 4) -> Nested:
-    """Return one that drops out what goes into a sub-block, which all ranks have, in the middle of
-    it."""
+    """Return a model that drops the replicated input of a sub-block in its middle."""
     blocks = [Block(hidden, DroppingLate(hidden, heads))]
     model = Nested(hidden, blocks, tied=False)
     model.tp_plan = {"h.*.attn.up": "column", "h.*.attn.down": "row"}
@@ -90,7 +90,7 @@ def early(hidden: int = 32, heads: int = 4) -> Nested:
 
 
 class DroppingLate(nn.Module):
-    """Between its column and its row it drops out what it was given."""
+    """A sub-block that drops its input between column and row."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses, steps and datasets of the user's own, right ones and wrong ones."""
+"""User losses, steps and datasets, correct and wrong ones."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ WRONG: dict[str, Any] = {
 
 
 def z_loss(logits: Tensor, batch: tuple[Tensor, Tensor], weight: float = 1e-2) -> Tensor:
-    """The cross entropy, and what keeps logits small."""
+    """Return the cross entropy plus a term that keeps logits small."""
     entropy = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
     return entropy + weight * logits.logsumexp(-1).square().mean()
 
 
 def plain(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What ptrain does by itself."""
+    """Return ptrain's default loss."""
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
 def viewed(logits: Tensor, batch: Any) -> Tensor:
-    """The same, of targets that must be contiguous."""
+    """Return the default loss for contiguous targets."""
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), batch.targets.view(-1))
 
 
 def viewed_step(model: Any, batch: Any) -> Tensor:
-    """The same, of inputs that must be contiguous too."""
+    """Return the default loss for contiguous inputs and targets."""
     return viewed(model(batch.inputs.view(-1).view(batch.targets.shape)), batch)
 
 
 def of_pair(output: tuple[Tensor, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The same, of a model that gives more than logits."""
+    """Return the default loss of a model that returns more than logits."""
     return plain(output[0], batch)
 
 
@@ -59,31 +59,31 @@ def wrong_step(model: nn.Module, batch: tuple[Tensor, Tensor], how: str) -> Any:
 
 
 def later_wrong(logits: Tensor, batch: tuple[Tensor, Tensor], how: str, by: list[int]) -> Any:
-    """A loss at the first `by[0]` calls, and then none."""
+    """Return a loss in the first `by[0]` calls, and None later."""
     by[0] -= 1
     return plain(logits, batch) if by[0] >= 0 else WRONG[how](logits)
 
 
 def backward_step(model: nn.Module, batch: tuple[Tensor, Tensor], detached: bool) -> Tensor:
-    """As in a loop of one's own."""
+    """Run forward and backward in the step."""
     loss = plain(model(batch[0]), batch)
     loss.backward()
     return loss.detach() if detached else loss
 
 
 def parts_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """It runs the model's modules and never the model."""
+    """Run the model's modules instead of the model."""
     return plain(model.head(model.embed(batch[0])), batch)
 
 
 def regularised_step(model: Any, batch: tuple[Tensor, Tensor], every: bool = False) -> Tensor:
-    """It is of weights too, in part or all of them."""
+    """Add a penalty on all or some weights."""
     weights = model.parameters() if every else [model.head.weight]
     return plain(model(batch[0]), batch) + sum(weight.square().sum() for weight in weights)
 
 
 def twice_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """It writes into what one of two calls returned, and needs nothing else of the model."""
+    """Write into the output of one of two calls of the model."""
     logits = model(batch[0])
     logits[:, 0] += 1
     return plain(logits + model(batch[1]).flip(0), batch)
@@ -95,7 +95,7 @@ def step_that_raises(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Items:
-    """Pairs of tokens, and what is wrong with some of them."""
+    """Pairs of tokens, some of them invalid."""
 
     def __init__(self, how: str, count: int) -> None:
         self.how, self.count, self.reads = how, count, 0

@@ -30,7 +30,8 @@ class Residual(nn.Module):
 
 
 class LikeTitan(Residual):
-    """Initializes itself with `init_weights(buffer_device)`; a buffer is computed there."""
+    """A model that initializes itself with `init_weights(buffer_device)`, which also computes a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,8 @@ class LikeTitan(Residual):
 
 
 class LikeNanochat(LikeTitan):
-    """Initializes itself with `init_weights()`, writes through `.data`, and ties its head."""
+    """A model that initializes itself with `init_weights()`, writes through `.data`, and ties its
+    head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +80,8 @@ class LikeNanochat(LikeTitan):
 
 
 class LikeNanoGPT(Residual):
-    """Initializes a layer with `_init_weights(layer)`, after `reset_parameters()` of the layer."""
+    """A model that initializes a layer with `_init_weights(layer)`, after `reset_parameters()` of
+    the layer."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -86,7 +89,7 @@ class LikeNanoGPT(Residual):
 
 
 class Scaled(Residual):
-    """Has a parameter that no method initializes."""
+    """A model with a parameter that no method initializes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class Scaled(Residual):
 
 
 class Forgetful(LikeTitan):
-    """Its init_weights() leaves out a buffer and a layer."""
+    """A model whose init_weights() omits a buffer and a layer."""
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         nn.init.normal_(self.embed.weight)
@@ -105,7 +108,7 @@ class Forgetful(LikeTitan):
 
 
 class Raising(Residual):
-    """Its init_weights() raises."""
+    """A model whose init_weights() raises."""
 
     def init_weights(self) -> None:
         raise ValueError("no such init")
@@ -123,6 +126,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(kind: str = "plain") -> nn.Module:
-    """The target of a spec."""
+    """Return the model of a spec's target."""
     with torch.device("meta"):
         return KINDS[kind]()

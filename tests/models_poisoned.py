@@ -1,4 +1,4 @@
-"""A model of finite losses in which one rank's gradient of one parameter is not finite."""
+"""A model with finite losses in which one rank's gradient of one parameter is not finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS, COLUMNS = 5, 2
 
 
 class _Poison(torch.autograd.Function):
-    """The identity, but for one element of the gradient on one rank in one backward pass."""
+    """An identity that changes one element of the gradient on one rank in one backward pass."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor, neck: PoisonedNeck) -> Tensor:
@@ -48,8 +48,8 @@ class PoisonedNeck(Neck):
 
 
 def necks(at: int = 0, rank: int = 1, value: str = "nan", hidden: int = 16) -> Necks:
-    """Of TENSOR the last element is `value` in rank `rank`'s backward pass number `at` (from 1; 0:
-    never)."""
+    """Return a model in which the last element of TENSOR is `value` in backward pass `at` (from 1;
+    0: never) of rank `rank`."""
     model = Necks(hidden, 3, 259)
     model.layers[1] = PoisonedNeck(hidden, at=at, rank=rank, value=float(value))
     return model
@@ -59,7 +59,7 @@ BAD = 31  # the token of samples that poison
 
 
 class ReadingNecks(Necks):
-    """A model whose `layers.1` gives values that are not numbers for samples with the token BAD."""
+    """A model whose `layers.1` returns NaN for samples with the token BAD."""
 
     def __init__(self, hidden: int, where: str) -> None:
         super().__init__(hidden, 3, BAD + 1)
@@ -96,6 +96,6 @@ def reading(where: str = "", hidden: int = 8) -> ReadingNecks:
 
 
 def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the cross entropy, and no number for samples with the token BAD."""
+    """Return the cross entropy, or NaN for samples with the token BAD."""
     is_good = (batch[0] != BAD).all().to(logits.dtype)
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) * (is_good / is_good)

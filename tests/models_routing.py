@@ -1,5 +1,5 @@
-"""Models that select by data, as people write them, and some that only seem to. Legend of shape
-suffixes: B samples, T tokens, C hidden, N = B·T."""
+"""Models with data-dependent sizes, and some that only seem so. Legend of shape suffixes: B
+samples, T tokens, C hidden, N = B·T."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB, HIDDEN, EXPERTS = 260, 16, 4
 
 
 class Moe(nn.Module):
-    """A router and experts, each a module of its own; every token goes to one of them."""
+    """A router and experts as separate modules; every token goes to one of them."""
 
     def __init__(self, by: str) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class Routed(nn.Module):
 
 
 class AllExperts(nn.Module):
-    """All experts of a layer, as the role `experts` asks for it: each has a place in both tensors.
-    They run one by one, on the rows that chose them, or `by` row, each with a matrix of its own."""
+    """All experts of a layer, as the role `experts` requires: each has an index in both tensors.
+    They run one by one on the rows that chose them, or `by` row, each with its matrix."""
 
     def __init__(self, by: str) -> None:
         super().__init__()
@@ -122,14 +122,14 @@ class AllExpertsBlock(nn.Module):
 
 
 class Planned(Routed):
-    """The same with a plan that says which modules are a layer's experts."""
+    """A routed model with a plan that names the modules of a layer's experts."""
 
     block: ClassVar[type[nn.Module]] = AllExpertsBlock
     tp_plan: ClassVar[dict[str, str]] = {"h.*.experts": "experts"}
 
 
 class Padded(nn.Module):
-    """Nothing in it has a size that depends on data."""
+    """A model without data-dependent sizes."""
 
     def __init__(self, masks: bool, positions: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Padded(nn.Module):
 
 
 class Reading(Padded):
-    """A second pass where the tokens are not all alike, or, where it only `logs`, a note."""
+    """A model with a second pass if the tokens differ, or, if it only `logs`, a note."""
 
     def __init__(self, by: str, *, logs: bool) -> None:
         super().__init__(masks=False, positions=False)
@@ -183,7 +183,7 @@ class Reading(Padded):
 
 
 class OneHot(nn.Module):
-    """Layers, and no embedding."""
+    """A model without an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class OneHot(nn.Module):
 
 
 class Sentences:
-    """Tokens with their number, which is another one in each sample but for `alike` ones."""
+    """Tokens with their number, which differs between samples except for `alike` ones."""
 
     def __init__(self, *, alike: bool) -> None:
         self.alike = alike
@@ -240,7 +240,7 @@ def sentences(*, alike: bool = False) -> Sentences:
 
 
 def trimming(model: nn.Module, batch: dict[str, Tensor], most: int = 8) -> Tensor:
-    """A step that leaves out what no sample of the micro-batch has."""
+    """Run a step that removes positions that no sample of the micro-batch has."""
     length = int(batch["length"].max())
     if length > most:
         raise ValueError(f"a sentence of {length} tokens")

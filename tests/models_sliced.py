@@ -1,4 +1,4 @@
-"""Models of a user's own that are given slices of the tokens, or would be."""
+"""User models that receive token slices, or would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, VOCAB, LONGEST = 16, 260, 64
 
 
 class Placed(Pairs):
-    """Positions have vectors, which it reads at those that it is given."""
+    """A model that reads position vectors at the given positions."""
 
     def __init__(self) -> None:
         super().__init__(HIDDEN, 2, VOCAB, tied=False)
@@ -34,28 +34,28 @@ class Placed(Pairs):
 
 
 class Deaf(Placed):
-    """It takes positions, and counts tokens itself."""
+    """A model that takes positions but counts tokens itself."""
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         return super().forward(tokens_BT)
 
 
 class Counting(Placed):
-    """It is given no positions."""
+    """A model that takes no positions."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return super().forward(tokens_BT)
 
 
 class ByLength(Placed):
-    """Logits that depend on how many tokens there are."""
+    """A model whose logits depend on the number of tokens."""
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         return super().forward(tokens_BT, positions) * math.log(tokens_BT.shape[1] + 1)
 
 
 class Late(Placed):
-    """Logits that are others from the twelfth token of a pass on."""
+    """A model whose logits change from the twelfth token of a pass on."""
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         count_T1 = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(1)
@@ -63,7 +63,7 @@ class Late(Placed):
 
 
 class Drops(Placed):
-    """Something is dropped out behind the embedding: by what `drop` does in training mode."""
+    """A model with dropout after the embedding, by `drop` in training mode."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Drops(Placed):
 
 
 class Dropped(nn.Module):
-    """By a function, where it trains."""
+    """A model with functional dropout in training."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.dropped(x_BTC) if self.training else x_BTC
@@ -95,49 +95,50 @@ class DropsByItself(Dropped):
 
 
 class DropsFlat(Dropped):
-    """What tokens there are of all samples, in one dimension."""
+    """A model with dropout of the tokens of all samples in one dimension."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return F.dropout(x_BTC.flatten(0, 1), 0.1).view_as(x_BTC)
 
 
 class DropsTokensFirst(Dropped):
-    """Tokens are the first dimension."""
+    """A model with dropout whose first dimension is the tokens."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return F.dropout(x_BTC.transpose(0, 1).contiguous(), 0.1).transpose(0, 1)
 
 
 class DropsPlaces(Dropped):
-    """The same tokens of all samples."""
+    """A model that drops the same positions of all samples."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return x_BTC * F.dropout(torch.ones_like(x_BTC[:1]), 0.1)
 
 
 class DropsLast(Dropped):
-    """Tokens are the last dimension."""
+    """A model with dropout whose last dimension is the tokens."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return F.dropout(x_BTC.transpose(1, 2).contiguous(), 0.1).transpose(1, 2)
 
 
 class DropsSamples(Dropped):
-    """All tokens of a sample, or none."""
+    """A model that drops full samples."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return x_BTC * F.dropout(x_BTC.new_ones(len(x_BTC), 1, 1), 0.1)
 
 
 class DropsFeatures(Dropped):
-    """The same features of all tokens, of which a sample has as many as a rank has tokens."""
+    """A model that drops the same features of all tokens, with as many features as a rank has
+    tokens."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         return x_BTC * F.dropout(x_BTC.new_ones(len(x_BTC), 8), 0.1).repeat(1, 2).unsqueeze(1)
 
 
 class DropsByPlace(Dropped):
-    """The first tokens that it is given."""
+    """A model that drops its first tokens."""
 
     def dropped(self, x_BTC: Tensor) -> Tensor:
         first_T1 = F.dropout(x_BTC.new_ones(1, 2, 1), 0.5)
@@ -145,14 +146,14 @@ class DropsByPlace(Dropped):
 
 
 class Shifted(Mixing):
-    """A token meets the one before it outside of attention."""
+    """A model in which a token sees the previous one outside of attention."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return super().forward(x_BTC + F.pad(x_BTC, (0, 0, 1, -1)))
 
 
 class Otherwise(Mixing):
-    """Attention by a function that `attend` gives."""
+    """A model whose attention is the function `attend`."""
 
     attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True))
 
@@ -167,27 +168,27 @@ class Otherwise(Mixing):
 
 
 class Bound(Otherwise):
-    """Attention by a name of the module's own, which nobody can put another in the place of."""
+    """A model whose attention is bound to a module name, which cannot be replaced."""
 
     attend = staticmethod(partial(scaled_dot_product_attention, is_causal=True))
 
 
 class Open(Otherwise):
-    """Attention to all tokens, later ones too."""
+    """A model with attention to all tokens, including later ones."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
         return F.scaled_dot_product_attention(query, key, value)
 
 
 class Dropping(Otherwise):
-    """Attention that drops scores."""
+    """A model whose attention drops scores."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
         return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
 
 
 class Windowed(Otherwise):
-    """Attention to the last twelve tokens, by a mask where there are more."""
+    """A model with attention to the last twelve tokens, by a mask if there are more."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
         length = query.shape[-2]
@@ -198,7 +199,7 @@ class Windowed(Otherwise):
 
 
 class Multihead(nn.Module):
-    """torch's own module."""
+    """A model with torch's attention module."""
 
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class Multihead(nn.Module):
 
 
 class Twice(Mixing):
-    """Attention to what it attended to."""
+    """A model with attention to the output of attention."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return super().forward(super().forward(x_BTC))
@@ -248,37 +249,37 @@ ATTENTION = {
 
 
 def placed() -> Placed:
-    """A target whose forward takes positions."""
+    """Return a model whose forward takes positions."""
     return Placed()
 
 
 def deaf() -> Placed:
-    """A target whose forward takes positions and does not read them."""
+    """Return a model whose forward takes positions and ignores them."""
     return Deaf()
 
 
 def counting() -> Placed:
-    """A target whose forward takes tokens alone."""
+    """Return a model whose forward takes only tokens."""
     return Counting()
 
 
 def by_length() -> Placed:
-    """A target that depends on the number of tokens."""
+    """Return a model that depends on the number of tokens."""
     return ByLength()
 
 
 def late() -> Placed:
-    """A target that counts its tokens, and does otherwise where there are many."""
+    """Return a model that counts its tokens and behaves differently if there are many."""
     return Late()
 
 
 def dropping(kind: str = "module") -> Drops:
-    """A target that drops out something."""
+    """Return a model with dropout."""
     return Drops(kind)
 
 
 def with_attention(kind: str) -> Placed:
-    """A target with attention of this kind."""
+    """Return a model with this kind of attention."""
     model = Placed()
     for layer in model.layers:
         layer.mixing = ATTENTION[kind](HIDDEN, 4)

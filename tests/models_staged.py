@@ -1,6 +1,6 @@
-"""Language models whose ends and layers are written in many ways, for the pipeline axis. Each is
-the same few blocks. Legend of shape suffixes: B samples, T tokens, C hidden, V vocabulary.
-"""
+"""Language models whose embeddings, head and layers are written in many ways, for the pipeline
+axis. Each has the same few blocks. Legend of shape suffixes: B samples, T tokens, C hidden, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB, POSITIONS, HIDDEN, LAYERS = 260, 32, 16, 4
 
 
 class Plain(nn.Module):
-    """Two embeddings in front of the blocks, norm and head behind."""
+    """Two embeddings before the blocks, norm and head after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Plain(nn.Module):
 
 
 class Contained(nn.Module):
-    """Both embeddings in a container, which is never called."""
+    """A model with both embeddings in a container that is never called."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Contained(nn.Module):
 
 
 class Bare(Plain):
-    """Positions and a scale of the logits are parameters of the model itself."""
+    """A model with positions and a logit scale as direct parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Bare(Plain):
 
 
 class Written(Plain):
-    """Positions are added in place."""
+    """A model that adds positions in place."""
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         x_BTC: Tensor = self.wte(tokens_BT)
@@ -94,7 +94,7 @@ class Written(Plain):
 
 
 class Scaled(Plain):
-    """Embeddings are scaled, logits have a soft cap, and both are beside the modules."""
+    """A model with scaled embeddings and soft-capped logits outside of modules."""
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         return super().embedded(tokens_BT) * HIDDEN**0.5
@@ -104,7 +104,7 @@ class Scaled(Plain):
 
 
 class PairOfTwo(Pair):
-    """A layer that gives its hidden states and the mean of each, which the model may use."""
+    """A layer that returns its hidden states and the mean of each."""
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         y_BTC = super().forward(x_BTC)
@@ -112,7 +112,7 @@ class PairOfTwo(Pair):
 
 
 class Tuples(Plain):
-    """Layers return a tuple, of which the model takes the hidden states."""
+    """A model whose layers return a tuple with the hidden states."""
 
     def block(self, index: int) -> nn.Module:
         return PairOfTwo(HIDDEN, 4)
@@ -124,7 +124,7 @@ class Tuples(Plain):
 
 
 class Balanced(Tuples):
-    """A loss of the layers' own comes out beside the hidden states, as a router's does."""
+    """A model whose layers return a loss with the hidden states, as a router does."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC, losses = self.embedded(tokens_BT), []
@@ -136,7 +136,7 @@ class Balanced(Tuples):
 
 
 class Unlike(Plain):
-    """Layers of two kinds, which one is which their place says."""
+    """A model with layers of two kinds, chosen by index."""
 
     def block(self, index: int) -> nn.Module:
         return Pair(HIDDEN, 4) if index % 2 else nn.Linear(HIDDEN, HIDDEN)
@@ -148,7 +148,7 @@ class Unlike(Plain):
 
 
 class ByPlace(Plain):
-    """Layers are given a number by their place, without a gradient."""
+    """A model whose layers receive a number by index, without a gradient."""
 
     def block(self, index: int) -> nn.Module:
         return Turned(HIDDEN, 4)
@@ -165,7 +165,7 @@ class Turned(Pair):
 
 
 class Skips(Plain):
-    """What the embeddings gave is added behind every layer."""
+    """A model that adds the embeddings after every layer."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         first_BTC = x_BTC
@@ -175,7 +175,7 @@ class Skips(Plain):
 
 
 class Ended(Plain):
-    """What the embeddings gave is added behind the last layer."""
+    """A model that adds the embeddings after the last layer."""
 
     def through(self, x_BTC: Tensor) -> Tensor:
         return super().through(x_BTC) + x_BTC
@@ -192,7 +192,7 @@ class Biased(nn.Module):
 
 
 class Relative(Plain):
-    """All layers share a bias by position, which is learnt."""
+    """A model whose layers share a learned position bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Relative(Plain):
 
 
 class Remembers(Relative):
-    """Every layer is given what the embeddings gave, without a gradient."""
+    """A model whose layers receive the embeddings without a gradient."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = self.embedded(tokens_BT) + self.shared(self.positions(tokens_BT))
@@ -223,7 +223,7 @@ class Remembers(Relative):
 
 
 class Averages(Plain):
-    """The mean of what the embeddings gave is kept in a buffer."""
+    """A model that keeps the mean of the embeddings in a buffer."""
 
     mean: Tensor
 
@@ -238,7 +238,7 @@ class Averages(Plain):
 
 
 class Functional(Plain):
-    """The head is the embedding, by a function."""
+    """A model that uses the embedding as the head by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Functional(Plain):
 
 
 class HeadFirst(Plain):
-    """The head is defined before the embedding that has its tensor."""
+    """A model that defines the head before the embedding with the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,8 +260,7 @@ class HeadFirst(Plain):
 
 
 class Centered(Pair):
-    """A layer with a running mean, which its forward pass writes. What it gives is not in one
-    piece."""
+    """A layer with a running mean that forward updates, and a non-contiguous output."""
 
     mean: Tensor
 
@@ -281,7 +280,7 @@ class Statistics(Plain):
 
 
 class Dropping(Plain):
-    """Something is dropped out behind the embeddings, by a function."""
+    """A model with functional dropout after the embeddings."""
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         return F.dropout(super().embedded(tokens_BT), 0.1, self.training)
@@ -302,7 +301,7 @@ SOUND = (
 
 
 def staged(kind: str) -> nn.Module:
-    """The target of a spec: a model without a plan."""
+    """Return the model of a spec's target, without a plan."""
     return KINDS[kind]()
 
 
@@ -314,7 +313,7 @@ def called_twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def contained(tied: bool = False) -> nn.Module:
-    """Return one whose plan names the container of its embeddings."""
+    """Return a model whose plan names the container of its embeddings."""
     model = Contained(tied)
     model.pp_plan = ["emb", "h", "ln_f", "head"]  # type: ignore[assignment]
     return model

@@ -1,5 +1,5 @@
-"""A small vision transformer with data and losses of its own, as people write them: nothing in it
-knows of ptrain. Legend of shape suffixes: B samples, N patches and the class token, C hidden."""
+"""A small vision transformer with a user's data and losses, written without ptrain. Legend of shape
+suffixes: B samples, N patches and the class token, C hidden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VECTORS = (SIZE // PATCH) ** 2 + 1  # patches and the class token
 
 
 class Attention(nn.Module):
-    """Of all patches with all."""
+    """Full attention between patches."""
 
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ VIT_PLAN = {
 
 
 def vit(hidden: int = 32, layers: int = 2) -> ViT:
-    """The target of a spec."""
+    """Return the model of a spec's target."""
     model = ViT(hidden, layers)
     model.tp_plan = VIT_PLAN  # type: ignore[assignment]
     return model
 
 
-class Drawn(Dataset[Any]):
-    """Drawn images with labels, each a function of its index."""
+class RandomImages(Dataset[Any]):
+    """Random images with labels, each a function of its index."""
 
     def __init__(self, count: int, *, named: bool) -> None:
         self.count, self.named = count, named
@@ -118,17 +118,17 @@ class Drawn(Dataset[Any]):
         return {"image": image, "label": label} if self.named else (image, label)
 
 
-def images(count: int = 200, named: bool = False) -> Drawn:
-    """The data of a spec: pairs of an image and a label, or a dictionary of them."""
-    return Drawn(count, named=named)
+def images(count: int = 200, named: bool = False) -> RandomImages:
+    """Return the data of a spec: pairs of an image and a label, or a dictionary of them."""
+    return RandomImages(count, named=named)
 
 
 def label_loss(logits: Tensor, batch: tuple[Tensor, Tensor], smoothing: float = 0.0) -> Tensor:
-    """The loss of a spec."""
+    """Return the loss of a spec."""
     return F.cross_entropy(logits, batch[1], label_smoothing=smoothing)
 
 
 def step(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The step of a spec, which says what the model is given."""
+    """Run the step of a spec, which passes the images to the model."""
     loss: Tensor = F.cross_entropy(model(batch["image"]), batch["label"])
     return loss

@@ -1,4 +1,4 @@
-"""Folders as transformers saves them, of small models."""
+"""Folders of small models as transformers saves them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {name: size for name, size in _NO_DIM.items() if name != "num_key_value_heads"},
     ),
-    "phimoe": ("Phimoe", {**_NO_DIM, **_EXPERTS}),  # a router too, and experts stand one by one
+    "phimoe": ("Phimoe", {**_NO_DIM, **_EXPERTS}),  # a router too, and experts are separate tensors
     "deepseek_v3": (  # a buffer that files have
         "DeepseekV3",
         {
@@ -103,9 +103,9 @@ CASES = {
 }
 
 
-def saved(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -> Path:
-    """Save a model of this case, but for `others` of its fields, to a new folder, in files of so
-    many bytes; weights are none of 0 or 1."""
+def save_folder(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -> Path:
+    """Save a model of this case with `others` of its fields to a new folder, in files of limited
+    size; no weight is 0 or 1."""
     import torch
     import transformers
 
@@ -123,7 +123,7 @@ def saved(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    """Return what is in all files of a folder, by name."""
+    """Return the tensors of all files of a folder by name."""
     from safetensors.torch import load_file
 
     return {

@@ -71,7 +71,7 @@ def fork_server() -> ForkServerContext:
 
 
 class RankError(AssertionError):
-    """What went wrong on which ranks; `causes` maps a rank to its traceback or its fate."""
+    """A failure on ranks; `causes` maps a rank to its traceback or its exit."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         self.causes = causes
@@ -79,9 +79,9 @@ class RankError(AssertionError):
 
     @property
     def is_of_the_pool(self) -> bool:
-        """Whether a rank died within torch: seen in one of some ten thousand calls, in a functional
-        collective, on ranks whose earlier groups were destroyed. A job that a test starts by itself
-        is never tried again."""
+        """Return True if a rank died within torch. This happens in about one of ten thousand calls,
+        in a functional collective, on ranks whose earlier groups were destroyed. A job that a test
+        starts is never retried."""
         return f"died with exit code {-signal.SIGSEGV}" in self.causes.values()
 
 
@@ -95,7 +95,7 @@ class Pool:
     calls: int = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
-        """`function(*args)` on every rank; the results in the order of the ranks."""
+        """Run `function(*args)` on every rank; return the results in the order of the ranks."""
         if self.calls == MOST_CALLS or self._num_threads() > MOST_THREADS:
             self.close()
         try:
@@ -108,7 +108,7 @@ class Pool:
             return self._call((function, args), timeout)
 
     def _num_threads(self) -> int:
-        """Of the first rank; 0 where the system does not tell."""
+        """Return the thread count of the first rank; 0 if the system does not report it."""
         tasks = [Path(f"/proc/{process.pid}/task") for process in self.processes[:1]]
         return sum(len(list(task.iterdir())) for task in tasks if task.is_dir())
 
@@ -142,7 +142,8 @@ class Pool:
         return [answers[rank] for rank in range(self.size)]
 
     def _answers(self, timeout: float, ranks: tuple[int, ...] | None = None) -> dict[int, Any]:
-        """One answer of each rank; kills the pool and raises unless all of them are results."""
+        """Return one answer of each rank; kill the pool and raise unless all of them are
+        results."""
         waiting = {self.pipes[rank]: rank for rank in (ranks or range(self.size))}
         results: dict[int, Any] = {}
         causes: dict[int, str] = {}
@@ -171,14 +172,14 @@ class Pool:
             return True, f"died with exit code {self.processes[rank].exitcode}"
 
     def _signal(self, number: signal.Signals) -> None:
-        """Stop the ranks, or let them go on; of one that died meanwhile its pipe tells."""
+        """Stop or continue the ranks; the pipe reports a rank that died meanwhile."""
         for process in self.processes if ARE_STOPPED else ():
             with contextlib.suppress(ProcessLookupError):
                 if process.pid and process.is_alive():
                     os.kill(process.pid, number)
 
     def close(self) -> None:
-        """Let the ranks leave by themselves; kill those that do not."""
+        """Let the ranks exit; kill those that do not."""
         self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
@@ -222,7 +223,7 @@ class Ranks:
         return self._pools[size].run(function, *args, timeout=timeout)
 
     def processes(self, size: int) -> list[ForkServerProcess]:
-        """The living processes of a pool (none before its first use)."""
+        """Return the living processes of a pool (none before its first use)."""
         return list(self._pools[size].processes)
 
     def close(self) -> None:
@@ -236,8 +237,8 @@ def _send(pipe: Connection, value: Any) -> None:
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
-    """The life of one rank: join the group, answer calls, leave without running exit handlers
-    (a gloo process may abort in them)."""
+    """Run one rank: join the group, answer calls, exit without exit handlers (a gloo process may
+    abort in them)."""
     die_with_parent(
         os.getppid()
     )  # the fork server: a session that is killed may leave ranks stopped
@@ -264,7 +265,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, 
 
 
 def _join(rank: int, size: int, pipe: Connection) -> None:
-    """One gloo group of `size` ranks over the loopback interface; its store listens there only."""
+    """Join a gloo group of `size` ranks over the loopback interface, on which its store listens."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a program declares, read without a meter."""
+"""The resident memory that a program declares, read without a meter."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def saved_storages(recording: Recording) -> tuple[StorageAllocated, ...]:
 
 
 def saved_bytes(timeline: Timeline) -> int:
-    """Return what forward leaves alive: |A| of one micro-batch."""
+    """Return the bytes that forward leaves alive: |A| of one micro-batch."""
     return sum(map(_net, timeline.forward))
 
 

@@ -1,7 +1,4 @@
-"""How the time of a test run is shared: seconds by suite and by file, printed behind it.
-
-A run of everything has a budget; this is how one sees who takes it.
-"""
+"""The time of a test run by suite and by file, printed after the run."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ _LONG = 60  # seconds: below, it was a look at a few tests
 
 
 def write_shares(terminal: pytest.TerminalReporter) -> None:
-    """Seconds of set-up, call and teardown together; ranks that a suite shares count where they
-    were waited for."""
+    """Print seconds of setup, call and teardown together; the first test that waits for shared
+    ranks includes their time."""
     reports = [
         report
         for kind in ("", "passed", "failed", "error", "skipped")
@@ -39,7 +36,7 @@ def write_shares(terminal: pytest.TerminalReporter) -> None:
 
 
 def shares(reports: Iterable[pytest.TestReport]) -> tuple[Counter[str], Counter[str]]:
-    """Seconds, and number of tests, by file."""
+    """Return the seconds and the number of tests by file."""
     seconds: Counter[str] = Counter()
     tests: Counter[str] = Counter()
     for report in reports:

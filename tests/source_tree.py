@@ -1,5 +1,5 @@
-"""The sources of a checkout as syntax trees: its modules, what they import, the rooms they stand in
-and the classes they define. Pure: the standard library only, and nothing of ptrain is imported."""
+"""The sources of a checkout as syntax trees: modules, imports, packages and classes. It uses only
+the standard library and imports nothing of ptrain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 class SourceTree:
-    """A checkout at `root`. Files are read once, when they are first needed."""
+    """A checkout at `root`. A file is read once, on first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -29,25 +29,25 @@ class SourceTree:
 
     @cached_property
     def modules(self) -> dict[str, Path]:
-        """The modules of the package by their full names, in the order of their paths."""
+        """Return the modules of the package by full name, ordered by path."""
         return {self.name_of(path): path for path in sorted((self.root / "ptrain").rglob("*.py"))}
 
     @cached_property
     def oracles(self) -> dict[str, Path]:
-        """The modules of closed forms, by their full names: `tests.oracles.tensor`."""
+        """Return the modules of closed forms by full name: `tests.oracles.tensor`."""
         folder = self.root / "tests" / "oracles"
         return {self.name_of(path): path for path in sorted(folder.rglob("*.py"))}
 
     @cached_property
     def python_files(self) -> list[Path]:
-        """The package, its tests, its benchmarks and its launchers."""
+        """Return the files of the package, tests, benchmarks and launchers."""
         return [path for folder in FOLDERS for path in sorted((self.root / folder).rglob("*.py"))]
 
     @cached_property
     def rooms(self) -> dict[str, list[str]]:
-        """The modules of each room. A room is a package with those below it: `spec`,
-        `verification`. An axis is a room of its own (`axes/data`), and so is the torch half of a
-        room (`axes/data/run`); the modules beside the packages are the room `base`."""
+        """Return the modules of each layer. A layer is a package with its subpackages: `spec`,
+        `verification`. An axis is a separate layer (`axes/data`), and so is the torch half of a
+        layer (`axes/data/run`); top-level modules form the layer `base`."""
         rooms: dict[str, list[str]] = {}
         for module in self.modules:
             room = self.room_of(module)
@@ -56,7 +56,7 @@ class SourceTree:
         return dict(sorted(rooms.items()))
 
     def room_of(self, module: str) -> str | None:
-        """The room in which a module stands; None for an entry, which uses all rooms."""
+        """Return the layer of a module; None for an entry point, which uses all layers."""
         if module in USERS:
             return None
         folders = self.modules[module].parent.relative_to(self.root / "ptrain").parts
@@ -65,22 +65,22 @@ class SourceTree:
         return "/".join(folders[:depth]) or BASE
 
     def name_of(self, path: Path) -> str:
-        """The full name of the module that a file holds."""
+        """Return the full name of a file's module."""
         parts = path.relative_to(self.root).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def short(self, path: Path) -> str:
-        """The path from the root."""
+        """Return the path relative to the root."""
         return path.relative_to(self.root).as_posix()
 
     def parsed(self, path: Path) -> ast.Module:
-        """The syntax tree of a file."""
+        """Return the syntax tree of a file."""
         if path not in self._parsed:
             self._parsed[path] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         return self._parsed[path]
 
     def nodes(self, path: Path, *kinds: type[_Node]) -> Iterator[_Node]:
-        """Every node of these kinds in a file, kind after kind. A file is walked once."""
+        """Return all nodes of these kinds in a file, kind by kind. A file is walked once."""
         if path not in self._nodes:
             nodes: dict[type[ast.AST], list[Any]] = {}
             for node in ast.walk(self.parsed(path)):
@@ -118,8 +118,8 @@ class SourceTree:
             yield node.name, lines
 
     def statements(self, path: Path) -> int:
-        """The number of statements of a file. Docstrings and other constants that stand alone are
-        none: what is counted depends neither on them nor on comments and line breaks."""
+        """Return the number of statements of a file. Docstrings and other constant statements do
+        not count, so the number does not depend on them, on comments or on line breaks."""
         return sum(
             isinstance(node, ast.stmt)
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
@@ -127,8 +127,9 @@ class SourceTree:
         )
 
     def statements_by_package(self) -> dict[str, int]:
-        """The statements of each package by its path, in alphabetical order, the whole of `ptrain`
-        first. An axis is a package of its own; `ptrain/axes` are the modules beside the axes."""
+        """Return the statements of each package by path, in alphabetical order after the total of
+        `ptrain`. An axis is a separate package; `ptrain/axes` are the modules outside of the
+        axes."""
         totals = Counter[str]()
         for path in self.modules.values():
             number = self.statements(path)
@@ -139,7 +140,8 @@ class SourceTree:
         return dict(sorted(totals.items()))
 
     def modules_with_one_importer(self) -> list[str]:
-        """The modules that exactly one other module of the package imports; packages are none."""
+        """Return the modules that exactly one other module of the package imports, without
+        packages."""
         importers: dict[str, set[str]] = {}
         for module in self.modules:
             for imported in self.imports(module):
@@ -151,7 +153,7 @@ class SourceTree:
         ]
 
     def modules_below(self, lines: int) -> list[str]:
-        """The modules with fewer lines; packages, which hold a docstring alone, are none."""
+        """Return the modules with fewer lines, without packages, which have only a docstring."""
         return [
             module
             for module, path in self.modules.items()
@@ -159,8 +161,8 @@ class SourceTree:
         ]
 
     def mutual_imports(self) -> set[tuple[str, str]]:
-        """The pairs of rooms that import each other, each pair in alphabetical order. A package
-        that is imported whole counts as its room."""
+        """Return the pairs of layers that import each other, each pair in alphabetical order.
+        Importing a package counts as importing its layer."""
         edges = {
             (room, self.room_of(imported))
             for room, modules in self.rooms.items()
@@ -175,7 +177,7 @@ class SourceTree:
         }
 
     def repeated_classes(self) -> dict[str, list[str]]:
-        """The names of classes that two or more modules of the package define, with the modules."""
+        """Return the class names that several modules of the package define, with the modules."""
         homes: dict[str, set[str]] = {}
         for module, path in self.modules.items():
             for node in self.nodes(path, ast.ClassDef):

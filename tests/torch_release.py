@@ -1,4 +1,4 @@
-"""Which torch is installed, for what torch itself does from some version on."""
+"""The installed version of torch, for behavior that depends on it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ptrain.installed import torch_minor
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu."""
+    """Return (2, 13) for 2.13.0+cpu."""
     return tuple(map(int, version.split(".")[:2]))
 
 
 def is_since(version: str) -> bool:
-    """Whether the installed torch is of this version or a later one."""
+    """Return True if the installed torch is of this version or a later one."""
     assert torch.__version__.startswith(torch_minor())
     return numbers(torch.__version__) >= numbers(version)

@@ -1,5 +1,5 @@
-"""Two runs of the tests compared: the losses of every step, the gradient norms, and each parameter
-at the end; and the run of one device."""
+"""The comparison of two runs: losses and gradient norms of every step, and final parameters; and
+the single-device run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ptrain.verification.reference import ReferenceTraining, Trajectory, run_ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """Relative; one for all steps or one per step, and of the parameters at the end. None: not
-    compared."""
+    """Relative tolerances: one for all steps or one per step, and one for the final parameters.
+    None: not compared."""
 
     losses: float | tuple[float, ...] = 0.0
     gradient_norms: float | tuple[float, ...] | None = None
@@ -45,7 +45,8 @@ def each_step(tolerance: float | tuple[float, ...], steps: int) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneDeviceTrajectory(Trajectory):
-    """`logits`: the root mean squares of each step's, which their roundings are relative to."""
+    """A single-device trajectory. `logits` holds the root mean square of each step's logits, which
+    scales their rounding errors."""
 
     logits: tuple[float, ...]
 
@@ -71,8 +72,8 @@ def one_device(spec: Spec, steps: int) -> OneDeviceTrajectory:
 
 
 def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> tuple[Check, ...]:
-    """Return the checks whether both runs are alive, and how far they part. Of the batch of step 0
-    no loss is known at the end: another one's of the second half must be lower."""
+    """Return the checks that both runs learn, and how far they differ. The loss of step 0's batch
+    is unknown at the end, so a loss of the second half must be lower."""
     both = {"reference": reference, "run": run}
     norms = tolerances.gradient_norms
     limits = None if norms is None else each_step(norms, len(run.gradient_norms))

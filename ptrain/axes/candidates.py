@@ -1,7 +1,7 @@
 """The search space of an axis: the degrees that it may have in a job, and its options at a degree.
 
-A room describes all of its axes at once. The search combines one choice per room without knowledge
-of the axes, so a new axis only adds a space.
+An axis package (`axes/data`, `axes/tensor`, …) describes all of its axes at once. The search
+combines one choice per package without knowledge of the axes, so a new axis only adds a space.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AxisOption = tuple[tuple[Placement, ...], tuple[tuple[str, Any], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedChoices:
-    """The parts of a candidate that the spec sets, so that no room chooses them.
+    """The parts of a candidate that the spec sets, so that no axis package chooses them.
 
     Attributes:
         degrees: Degrees by axis.
@@ -141,10 +141,10 @@ class AxisChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSpace:
-    """The search space of a room.
+    """The search space of an axis package.
 
     Attributes:
-        axes: The axes of the room.
+        axes: The axes of the package.
         sizes: Yields the numbers of ranks that the axes may take together, for a number of devices.
         choices: Yields the choices at a number of ranks that agree with the spec's written fields.
         tuples: The tuples that the search tries on each axis by default.
@@ -164,7 +164,7 @@ def single_axis_space(
     *,
     follows: bool = False,
 ) -> AxisSpace:
-    """Return the search space of a room with one axis.
+    """Return the search space of a package with one axis.
 
     Args:
         axis: The axis.
@@ -191,11 +191,11 @@ _ORDER = {axis: place for place, axis in enumerate(Axis)}
 
 
 def apply_choices(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None) -> Spec:
-    """Return the spec with one choice per room, axes in the order of `Axis`, outermost first.
+    """Return the spec with one choice per package, axes in the order of `Axis`, outermost first.
 
     Args:
         spec: The spec that provides all other fields.
-        choices: One choice per room.
+        choices: One choice per axis package.
         batch: A batch that replaces the spec's.
     """
     factors: list[Factor] = []

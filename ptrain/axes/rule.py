@@ -32,7 +32,7 @@ class SpecRule(NamedTuple):
 
 
 class AxisRules(NamedTuple):
-    """The rules that one room contributes to the legality table."""
+    """The rules that one axis package contributes to the legality table."""
 
     axes: tuple[Axis, ...]
     tuples: tuple[TupleRule, ...]

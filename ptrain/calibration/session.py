@@ -213,7 +213,7 @@ def _ends_first(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _smallest_group(peers: list[PeerGroup], nodes: int) -> PeerGroup:
-    """Return the smallest group on so many nodes: a pair if the number of ranks is even."""
+    """Return the smallest group on this many nodes: a pair if the number of ranks is even."""
     return min((known for known in peers if known.nodes == nodes), key=lambda known: known.ranks)
 
 

@@ -270,7 +270,7 @@ def _select_specs(
         words = [*_SHORT_RUN, f"device={device}"]
         spec = load(name, words).spec
         axes = [factor.axis for factor in spec.factors]
-        # The largest legal degree wins. The batch grows to a multiple of what the ranks need.
+        # The largest legal degree wins. The batch grows to a multiple of the data ranks' need.
         for degree in range(ranks, spec.world_size, -1) if len(axes) == 1 else ():
             samples = math.lcm(spec.batch.global_samples, spec.batch.micro * degree)
             more = [f"mesh.{axes[0]}={degree}", f"batch.global={samples}"]

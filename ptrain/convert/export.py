@@ -47,8 +47,8 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
 from ptrain.units import grouped
 
-_CONFIG = "peft_config"  # peft leaves it on the module that it puts adapters into
-_ADAPTER = "default"  # its name of the adapter where nobody gives one
+_CONFIG = "peft_config"  # attribute that peft sets on a module with adapters
+_ADAPTER = "default"  # peft's default name of an adapter
 _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."  # as PeftModel saves them
 
 
@@ -139,7 +139,7 @@ def _adapters_error(finding: str) -> SpecError:
     return refused("--adapters", finding, "Remove `--adapters` to write all parameters.")
 
 
-# What a training does beside what the model computes afterwards, in the words of a shape.
+# Shape fields that affect the training but not the exported model.
 _OF_TRAINING = (
     "vocab_multiple", "aux_loss", "z_loss", "capacity_factor", "document_start", "document_end",
 )  # fmt: skip
@@ -180,7 +180,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
-            longest = 0 if kind == "gpt2" else int(before.get(size, 0))  # of what it began with
+            longest = 0 if kind == "gpt2" else int(before.get(size, 0))  # of the starting folder
             config[size] = max(sequence, longest)
             unsaid = tuple(name for name in _OF_TRAINING[3:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
@@ -320,7 +320,7 @@ def _class_form(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
     )
 
 
-FILE_BYTES = 4 * 2**30  # of weights in one file: what is read at a time
+FILE_BYTES = 4 * 2**30  # maximum size of a weight file, and of one read
 # Any of these files has a vocabulary; the others refine the tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER = (
@@ -453,7 +453,7 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
     return form.architecture, len(file_of), size, ""
 
 
-Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs
+Group = list[tuple[str, Stored]]  # parameters by name that share a stored tensor
 
 
 def _read_groups(

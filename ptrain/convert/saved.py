@@ -272,7 +272,7 @@ class TextGenerator:
         window = torch.tensor([*tokens][-self.spec.batch.sequence :])
         with torch.no_grad():
             logits_BTV: Tensor = self._model(window[None])
-        size, _ = self.spec.model.vocabulary  # the logits behind it are of padding
+        size, _ = self.spec.model.vocabulary  # later logits belong to padding
         return logits_BTV[0, :, :size].float()
 
     def _require_known(self, tokens: Sequence[int]) -> None:

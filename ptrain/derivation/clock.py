@@ -445,8 +445,8 @@ class Clock:
     # -- repetition
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count the time of `act` `times` times, but execute it once. A lane that falls behind in
-        one repetition falls behind by the same amount in each."""
+        """Count the time of `act` `times` times, but execute it once. The backlog of a
+        lane grows by the same amount in each repetition."""
         before = self.snapshot()
         act()
         if times > 1:

@@ -119,7 +119,7 @@ def derive(
         is_timed: Predict the step time too.
 
     Returns:
-        The derivation: `exact` (the figures ptrain stands for), `paper` (the figures of the
+        The derivation: `exact` (the figures that ptrain verifies), `paper` (the figures of the
         paper's formulas) and `plan`. Sizes are bytes per rank, times are seconds per step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Simulates flat units: the training code of `axes.data.units` runs on ghost tensors.
+"""Simulates flat units: the training code of `axes.data.units` runs on fake tensors.
 
 The only part of torch that is imitated is autograd's treatment of a gradient: it adds the gradient
 to an existing one, takes it over, or copies it (`cloned`).

@@ -44,7 +44,9 @@ from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
 
-Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
+Turns = tuple[
+    tuple[int, int], ...
+]  # indices of blocks, and the number of blocks that each represents
 
 
 class Representatives(NamedTuple):
@@ -354,7 +356,7 @@ def _setting_passes(
 ) -> Passes:
     """Return the passes for these units and turns.
 
-    They do not depend on the data axes, so a search asks for the same passes many times.
+    They do not depend on the data axes, so a search requests the same passes many times.
     """
     hidden = 0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting)
     layers = LayerPasses(

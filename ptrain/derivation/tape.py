@@ -145,7 +145,7 @@ class Tape:
             self.clock.repeat(times, act)
 
     def record_allocation(self, size: int, tier: Tier) -> None:
-        """Count bytes that a room allocates on the device. Other tiers are ignored."""
+        """Count bytes that a runtime allocates on the device. Other tiers are ignored."""
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
 
@@ -214,8 +214,8 @@ class Tape:
             self.record_operator(kind, dtype, size)
 
     def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
-        """Time an optimizer step on a room's tensors. The room times the casts around it
-        separately."""
+        """Time an optimizer step on the runtime's tensors. The runtime times the casts around
+        it separately."""
         if self.clock is None or not self.is_reading:
             return
         # On a CPU cluster the device is the host, so its measured update rates hold for every tier.

@@ -123,7 +123,7 @@ class Layers(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The parameters of the first and of the last stage besides their layers.
+        """The parameters of the first and of the last stage outside of their layers.
 
         Tied tensors count in both.
         """

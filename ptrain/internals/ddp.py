@@ -1,6 +1,6 @@
 """DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp).
 
-Nothing private is called. The model of DDP on ghosts depends on these members.
+Nothing private is called. The replay of DDP on fake tensors depends on these members.
 """
 
 from __future__ import annotations

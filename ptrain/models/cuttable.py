@@ -95,7 +95,7 @@ class _ShardPass:
                 "for all tokens: a module between the sub-blocks does not "
                 "compute each token independently"
             )
-        # Each difference is reported once: the pass goes on with correct values.
+        # Each difference is reported once: the pass continues with correct values.
         return whole
 
 

@@ -60,9 +60,9 @@ from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
-POSITIONS = ("position_ids", "positions")  # what an argument for them is called
+POSITIONS = ("position_ids", "positions")  # argument names
 _NO_CP = "or use `mesh.cp=1`."
-_KINDS = 29  # different tokens; every vocabulary is assumed to have as many
+_KINDS = 29  # number of different tokens; every vocabulary must have as many
 _OF_HEADS = 4  # dimensions: samples, heads, tokens, features
 # By the name of a config's field: attention to fewer tokens than all before, which transformers
 # writes as a mask only where a pass has as many tokens or more.
@@ -351,7 +351,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
 
 def _is_output(logits: Tensor, output: Tensor, version: int) -> bool:
     """Return True if the logits are the unmodified output, or equal to it in another dtype."""
-    # A later in-place operator changes the version: the logits are then not what the head returned.
+    # A later in-place operator changes the version: the logits then differ from the output.
     if output.shape != logits.shape or output._version != version:
         return False
     if output.dtype != logits.dtype:

@@ -136,7 +136,7 @@ def _is_of_every_part(values: Mapping[str, Any], size: int) -> bool:
     return 0 <= start < step and (end is None or end >= size) and size % step == 0
 
 
-Problem = tuple[str, str]  # what was found, and the remedy
+Problem = tuple[str, str]  # finding and fix
 
 _UNFLATTENED = (torch.Tensor.unflatten, torch.unflatten)
 _RESHAPED = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)

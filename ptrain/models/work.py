@@ -147,7 +147,7 @@ _DTYPES = {
 }
 SCALED = ("_scaled_mm", "scaled_mm")  # torch's and ours: products of fp8 factors
 VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs
-_Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
+_Moved = tuple[int, DType | None]  # bytes, and their dtype
 
 
 def matrix_products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:

@@ -1,4 +1,4 @@
-"""Optimizers on ghost tensors: the memory that torch's optimizers allocate while they step.
+"""Optimizers on fake tensors: the memory that torch's optimizers allocate while they step.
 
 A fused optimizer updates in place and allocates nothing. All others update one tensor after the
 other and allocate temporaries.
@@ -22,7 +22,7 @@ _ITERATIONS = 5
 
 
 class GhostLeaf:
-    """A parameter of a ghost optimizer with its value, gradient and state."""
+    """A parameter of a fake optimizer with its value, gradient and state."""
 
     __slots__ = ("gradient", "state", "value")
 
@@ -87,7 +87,7 @@ class GhostScale:
 
 
 class GhostOptimizerFactory:
-    """The factory of ghost optimizers by rule, for CPUs or GPUs."""
+    """The factory of fake optimizers by rule, for CPUs or GPUs."""
 
     def __init__(self, reader: EventReceiver, *, is_cpu: bool = True) -> None:
         self.reader, self.is_cpu = reader, is_cpu

@@ -210,7 +210,15 @@ def explain_compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Co
 
 
 def all_conditions(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """Return the conditions of all theorems that apply to the plan."""
+    """Return the conditions of all theorems that apply to the plan.
+
+    Args:
+        spec: A legal spec.
+        plan: Its plan, from `lower`.
+
+    Returns:
+        Conditions with their theorem and result.
+    """
     return tuple(c for _, conditions in explain_compositions(spec, plan) for c in conditions)
 
 
@@ -272,7 +280,14 @@ def ranks_text(group: Sequence[int]) -> str:
 
 
 def condition_lines(conditions: Iterable[Condition]) -> list[str]:
-    """Return a line per condition, `Theorem 6.1 holds: …`."""
+    """Return a line per condition, `Theorem 6.1 holds: …`.
+
+    Args:
+        conditions: Conditions of one theorem or several.
+
+    Returns:
+        One line per condition.
+    """
     return [
         f"{condition.name} {'holds' if condition.holds else 'FAILS'}: {condition.why}"
         for condition in conditions

@@ -57,7 +57,15 @@ _FEW_GROUPS = 8  # groups that are listed: further ones repeat the pattern
 
 
 def format_plan(spec: Spec, plan: Plan) -> str:
-    """Return the full plan as text."""
+    """Return the full plan as text.
+
+    Args:
+        spec: A legal spec.
+        plan: Its plan, from `lower`.
+
+    Returns:
+        Several lines of text.
+    """
     lines = [f"plan of {spec.name}: {counted(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step_text(step, stateless=stateless) for step in plan.steps]
@@ -169,7 +177,7 @@ def _replicate_text(step: Replicate) -> str:
 
 
 def _bucket_text(step: Replicate) -> str:
-    """Return the text of a bucket size. The sizes 1 and WHOLE_BUCKET stand for single gradients and
+    """Return the text of a bucket size. The sizes 1 and WHOLE_BUCKET mean single gradients and
     for all gradients."""
     match step.bucket_bytes:
         case 1:

@@ -39,7 +39,7 @@ class ComparedFigure:
     """One row of the comparison.
 
     `base` or `head` is None if that side has no such row: this counts as 0 if `is_known`, else the
-    side does not know the figure.
+    side lacks the figure.
     """
 
     group: FigureGroup
@@ -447,7 +447,7 @@ def _format_figure(kind: FigureKind, value: int | float) -> str:
 
 
 def _difference_text(row: ComparedFigure) -> str:
-    """Return `+1.2 MB (+3.4%)`, or the side that alone has the row or does not know it."""
+    """Return `+1.2 MB (+3.4%)`, or the side that alone has the row or lacks its figure."""
     if not row.is_known:
         return f"unknown at {'base' if row.base is None else 'head'}"
     if row.base is None or row.head is None:

@@ -61,12 +61,23 @@ class MinimalSpec:
     left_out: tuple[str, ...]
 
     def as_yaml(self) -> str:
-        """Return the mapping as YAML, followed by the comments."""
+        """Return the mapping as YAML, followed by the comments.
+
+        Returns:
+            YAML that `ptrain.load` accepts.
+        """
         return to_yaml(self.mapping) + "".join(f"# {line}\n" for line in self.left_out)
 
 
 def minimal_spec(spec: Spec) -> MinimalSpec:
-    """Return the resolved spec without keys that have no effect with its placement."""
+    """Return the resolved spec without keys that have no effect with its placement.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        The mapping and its comments.
+    """
     # A key has no effect with a placement if the legality check rejects every other value of it.
     unheard = [
         place

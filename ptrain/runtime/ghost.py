@@ -1,6 +1,6 @@
-"""The ghost runtime: tensors with a size, a dtype and a tier, but no data.
+"""The fake runtime: tensors with a size, a dtype and a tier, but no data.
 
-A ghost's bytes are freed when its last reference goes, as with a torch tensor. All
+A fake tensor's bytes are freed when its last reference goes, as with a torch tensor. All
 allocations, frees, copies, operators and collectives are reported to a reader.
 """
 
@@ -56,7 +56,7 @@ class EventReceiver(Protocol):
 
 
 class Storage:
-    """Bytes on a tier, freed with the last ghost that refers to them.
+    """Bytes on a tier, freed with the last fake tensor that refers to them.
 
     Attributes:
         size: Bytes.
@@ -74,8 +74,8 @@ class Storage:
         self._reader = reader
         reader.record_allocation(size, tier)
 
-    # Reference counting frees a ghost at the statement at which it would free a torch tensor, so
-    # peaks agree.
+    # Reference counting frees a fake tensor at the statement at which it would free a torch
+    # tensor, so peaks agree.
     def __del__(self) -> None:
         if self.size:
             self._reader.record_allocation(-self.size, self.tier)
@@ -93,12 +93,12 @@ class Ghost:
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, start: int = 0) -> None:
         self.storage, self.dtype, self.shape, self.start = storage, dtype, shape, start
-        # Most ghosts are flat, and a search creates many.
+        # Most fake tensors are flat, and a search creates many.
         self.numel = shape[0] if len(shape) == 1 else math.prod(shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the ghost; its storage may have more."""
+        """The bytes of the tensor; its storage may have more."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -107,7 +107,7 @@ class Ghost:
 
 
 class GhostRuntime:
-    """The runtime of one rank, given by its coordinates along the axes, on ghosts."""
+    """The runtime of one rank, given by its coordinates along the axes, on fake tensors."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class GhostRuntime:
     def _empty_in_memory(
         self, tensor: Ghost, dtype: DType, state: State | None, name: str
     ) -> Ghost:
-        """Return a ghost of the same shape in another dtype and in memory."""
+        """Return a fake tensor of the same shape in another dtype and in memory."""
         tier = _in_memory(tensor.tier)
         storage = Storage(tensor.numel * dtype.itemsize, tier, state, name, self.reader)
         return Ghost(storage, dtype, tensor.shape)

@@ -1,7 +1,7 @@
 """The runtime interface `TensorRuntime`: allocation, copies between memory tiers, collectives.
 
 The code that updates parameters and shards units (`axes.data`, `optimizers.update`) is generic in
-the type of tensor. On torch tensors it trains (`runtime.torch`); on ghosts it predicts
+the type of tensor. On torch tensors it trains (`runtime.torch`); on fake tensors it predicts
 (`runtime.ghost`). In both, a tensor's memory is freed when its last reference goes.
 """
 

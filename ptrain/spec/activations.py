@@ -1,4 +1,4 @@
-"""Activations (state A) of one rank: what a block's forward pass keeps for its backward pass.
+"""Activations (state A) of one rank: tensors that a block's forward saves for its backward.
 
 The modes M and O of activations belong to the rank, not to an axis. R keeps the tensors that
 autograd saves. M keeps the block's input, and the outputs of the operators that a policy selects,
@@ -142,7 +142,7 @@ _OTHER_OPERATORS = {
 
 @grammar_dataclass
 class WordList(Choice):
-    """A list of words from a closed set; a single word stands for a list with that word."""
+    """A list of words from a closed set; a single word means a list with that word."""
 
     def check(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]

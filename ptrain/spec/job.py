@@ -444,7 +444,7 @@ class Timeout:
 
 @section_dataclass
 class LogSpec:
-    """Log lines, and trackers that receive the figures of a run besides its folder."""
+    """Log lines, and trackers that receive the figures of a run in addition to its folder."""
 
     every: Annotated[int, Integer("Steps between log lines.", 1, 10**9)] = 10
     trackers: Annotated[

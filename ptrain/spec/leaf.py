@@ -256,7 +256,7 @@ class Choice(Leaf):
         return f"one of {', '.join(self.words)}{_OR_NULL * self.accepts_null}"
 
     def find_word(self, value: str) -> str:
-        """Return the word of the set that `value` is or stands for, or ""."""
+        """Return the word of the set that `value` is or abbreviates, or ""."""
         word = value if value in self.words else self.slips.get(value.lower(), "")
         return word if word in self.words else ""
 
@@ -264,7 +264,7 @@ class Choice(Leaf):
         """Return the question whether a similar word of the set was meant, or ""."""
         text = str(value).lower() if isinstance(value, str | bool) else ""
         if self.slips.get(text, text) not in self.words and text in self.slips:
-            return ""  # the word that it stands for is not allowed here
+            return ""  # the abbreviated word is not allowed here
         slipped = {slip: word for slip, word in self.slips.items() if word in self.words}
         known = {word: word for word in self.words} | slipped
         guess = find_similar(text, tuple(known)) if isinstance(value, str) else text

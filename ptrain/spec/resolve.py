@@ -425,7 +425,7 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     recompute = raw.recompute or RecomputeRaw()
     policy = _resolve_policy(recompute, findings)
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
-    # A budget alone asks for recomputation, so blocks have M until the policy is selected.
+    # A budget alone requests recomputation, so blocks have M until the policy is selected.
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
     ranges: _Ranges = {_ALL: R} if modes is None else modes

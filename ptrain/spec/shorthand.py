@@ -78,7 +78,7 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
 
 
 def _expand_bare_value(root: Mapping, section: str) -> Mapping:
-    """Return the mapping that a value alone stands for in a section, or {} if it is a mapping
+    """Return the mapping that a single value abbreviates in a section, or {} if it is a mapping
     already."""
     (_, holds), value = section_keys(SpecRaw)[section], root.get(section)
     if isinstance(value, dict) or not isinstance(holds, Section) or holds.alone is None:
@@ -290,7 +290,7 @@ def _expand_tuple(
 ) -> None:
     """Expand the tuple at `key` of `holder`.
 
-    A strategy name stands for its tuple, if that belongs to one of the axes in `homes`. Faults are
+    A strategy name means its tuple, if that belongs to one of the axes in `homes`. Faults are
     shown at route `at`.
     """
     value, usual = holder[key], f"`{key}: [{', '.join(usual_modes(key))}]`"

@@ -72,7 +72,14 @@ class ActivationSpec:
         return frozenset(kept.tier for kept in self.modes)
 
     def block_modes(self, blocks: int) -> tuple[ActivationMode, ...]:
-        """Return the mode of each of `blocks` blocks."""
+        """Return the mode of each of `blocks` blocks.
+
+        Args:
+            blocks: Number of blocks of the model.
+
+        Returns:
+            One mode per block, first to last.
+        """
         if not self.by_block and self.every == 1:
             return (self.default,) * blocks
         modes = [self.default] * blocks
@@ -248,11 +255,26 @@ class Spec(Keys, Worded):
         return 1
 
     def is_cut_over(self, axes: Sequence[Axis]) -> bool:
-        """Return True if any of these axes has two or more ranks."""
+        """Return True if any of these axes has two or more ranks.
+
+        Args:
+            axes: Axes of the mesh.
+
+        Returns:
+            True for two or more ranks on any of them.
+        """
         return any(self.degree(axis) > 1 for axis in axes)
 
     def axes_where(self, state: State, *distributions: Distribution) -> tuple[Axis, ...]:
-        """Return the axes, outermost first, on which `state` has one of these distributions."""
+        """Return the axes, outermost first, on which `state` has one of these distributions.
+
+        Args:
+            state: The state, such as `State.PARAMETERS`.
+            distributions: The accepted distributions, such as sharded.
+
+        Returns:
+            Axes of the mesh, outermost first.
+        """
         return tuple(
             factor.axis
             for factor in self.factors
@@ -261,7 +283,15 @@ class Spec(Keys, Worded):
 
 
 def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
-    """Return the index of `rank` along every axis of the mesh."""
+    """Return the index of `rank` along every axis of the mesh.
+
+    Args:
+        spec: A resolved spec.
+        rank: Rank in the mesh, from 0.
+
+    Returns:
+        The index along each axis, from 0.
+    """
     assert 0 <= rank < spec.world_size, f"rank {rank} is not in a world of {spec.world_size}"
     place: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
@@ -270,20 +300,46 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
 
 
 def rank_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
-    """Return all groups over `axes` in mesh order, sorted by their lowest rank."""
+    """Return all groups over `axes` in mesh order, sorted by their lowest rank.
+
+    Args:
+        spec: A resolved spec.
+        axes: Axes of the groups.
+
+    Returns:
+        Tuples of ranks, from 0.
+    """
     others = [factor.axis for factor in spec.factors if factor.axis not in axes]
     members = grouped((place, rank) for rank, place in enumerate(indices_in_groups(spec, others)))
     return tuple(map(tuple, members.values()))
 
 
 def index_in_group(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
-    """Return the index of `rank` in its group over `axes`, which is the index of its shard."""
+    """Return the index of `rank` in its group over `axes`, which is the index of its shard.
+
+    Args:
+        spec: A resolved spec.
+        rank: Rank in the mesh, from 0.
+        axes: Axes of the group.
+
+    Returns:
+        Index from 0 to `ranks_over(spec, axes) - 1`.
+    """
     place = coordinates(spec, rank)
     return row_major((place[f.axis], f.degree) for f in spec.factors if f.axis in axes)
 
 
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
-    """Return the index along each of `axes` of the ranks with this `index_in_group`."""
+    """Return the index along each of `axes` of the ranks with this `index_in_group`.
+
+    Args:
+        spec: A resolved spec.
+        axes: Axes of the group.
+        index: Index in the group, from 0.
+
+    Returns:
+        The index along each axis, from 0.
+    """
     places: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
         if factor.axis in axes:
@@ -292,7 +348,15 @@ def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
 
 
 def indices_in_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """Return the `index_in_group` of every rank, computed in one pass over the ranks."""
+    """Return the `index_in_group` of every rank, computed in one pass over the ranks.
+
+    Args:
+        spec: A resolved spec.
+        axes: Axes of the group.
+
+    Returns:
+        One index per rank of the mesh.
+    """
     return _compute_indices(
         tuple([(factor.degree, factor.axis in axes) for factor in spec.factors])
     )
@@ -312,7 +376,15 @@ def _compute_indices(factors: tuple[tuple[int, bool], ...]) -> tuple[int, ...]:
 
 
 def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:
-    """Return the number of ranks in a group over `axes`."""
+    """Return the number of ranks in a group over `axes`.
+
+    Args:
+        spec: A resolved spec.
+        axes: Axes of the group.
+
+    Returns:
+        The product of the axes' degrees.
+    """
     return math.prod(spec.degree(axis) for axis in axes)
 
 

@@ -18,7 +18,7 @@ class PlanStep:
 
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
-        """The axes, besides the data axes, whose ranks draw different random numbers, because they
+        """The axes other than the data axes whose ranks draw different random numbers, because they
         have different layers, or shards of tokens without a common mask."""
         return ()
 

@@ -7,7 +7,7 @@ because each other process must import torch. This process traces none if it bel
 real ranks, or if operators are sharded over tp. Ranks with shards of the same shapes are traced
 once. One process plays ranks at the same place along tp one after the other, because torch caches
 the sharding of one rank per mesh. A trace reads sizes, allocations and frees, which are identical
-on fake tensors (tests/unit/test_on_fakes.py).
+on fake tensors (tests/unit/test_traces_on_fake_tensors.py).
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _as_text(spec: Spec) -> str:
     """Return the part of the spec that a trace depends on, as JSON."""
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
-    except TypeError as error:  # YAML knows dates and sets, JSON does not
+    except TypeError as error:  # YAML has dates and sets, JSON does not
         raise refused(
             "model.arguments",
             f"the model is built in another process, which needs JSON arguments: {error}",

@@ -285,11 +285,13 @@ _FURTHER = (
     (4, 0),
     (0, 4),
     (4, 4),
-)  # (before, behind) with more neighbours, which must add nothing new
+)  # (before, after) with more neighbours, which must add nothing new
 
-Segments = list[Coded]  # a boundary or a completed gradient, and what follows it
-Groups = list[list[int]]  # an operator's number, how often it runs, how many run beside it
-Ran = tuple[Groups, int]  # and how many views
+Segments = list[Coded]  # a boundary or a completed gradient, and the following events
+Groups = list[
+    list[int]
+]  # an operator's index, its repetitions, the number of overlapping operators
+Ran = tuple[Groups, int]  # groups, and the number of views
 Trace = tuple[dict[str, Segments], dict[str, Ran]]  # by pass, events and operators
 
 

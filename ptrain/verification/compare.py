@@ -252,7 +252,7 @@ class ParameterMove:
     @property
     def has_reference_moved(self) -> bool:
         """True if most of the `sure` elements moved in the reference, so that rounding does not
-        explain a loop that stood still."""
+        explain a loop that did not learn."""
         moved = (self.after != self.before) & self.sure
         return 2 * int(moved.sum()) > int(self.sure.sum())
 

@@ -72,7 +72,7 @@ from ptrain.verification.parts import (
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.updates.explain import UPDATED, explain_update
 
-TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
+TOLERANCE = 1e-11  # relative, fp64: Adam amplifies 1e-15 to less than this; faults exceed 1e-6
 
 
 def examine(program: Program, exchange: Exchange, steps: int = 3) -> LoopVerdict:

@@ -58,7 +58,7 @@ from ptrain.verification.parts import local_cpu
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where shards of one mask are needed"
 EVALUATES = "evaluates while others train"
-Seen = tuple[str, str, bool]  # what a module is given, where the generator stands, does it train
+Seen = tuple[str, str, bool]  # digest of a module's input, generator state, training mode
 
 
 class MaskObserver:
@@ -210,8 +210,8 @@ class StepObserver:
         self.draws = any(exchange.gather(drops_out(program.model)))
         self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
-        self.broken = ""  # by what a step that did not end stops
-        self.bits: list[dict[str, str]] = []  # of what each step left, by name
+        self.broken = ""  # the reason why a step did not finish
+        self.bits: list[dict[str, str]] = []  # digests after each step, by name
 
     def check_start(self) -> None:
         """Check the state before the first step."""

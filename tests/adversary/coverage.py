@@ -1,4 +1,4 @@
-"""How much of the grammar a set of specs has: keys, kinds of value, and pairs of these."""
+"""The coverage of the grammar by a set of specs: keys, kinds of value, and pairs of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.adversary.key_values import values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Counts of specs by `place=label`, and of those that have two of them."""
+    """Counts of specs by `place=label` and by pairs of labels."""
 
     specs: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -27,7 +27,7 @@ class Coverage:
         self.pairs.update(itertools.combinations(present, 2))
 
     def missing(self, wanted: Iterable[str] | None = None) -> list[str]:
-        """Return which kinds of value no spec has."""
+        """Return the kinds of value that no spec has."""
         return [label for label in (every_label() if wanted is None else wanted)
                 if not self.specs[label]]  # fmt: skip
 
@@ -45,7 +45,7 @@ class Coverage:
 
 
 def _pairs(kinds: Counter[str]) -> int:
-    """How many pairs there are of values of different keys."""
+    """Return the number of pairs of values of different keys."""
     every = sum(kinds.values())
     return (every**2 - sum(count**2 for count in kinds.values())) // 2
 
@@ -57,7 +57,7 @@ def every_label() -> Iterator[str]:
 
 
 def labels(written: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which kinds of value a spec has, of the keys that stand in it."""
+    """Yield the kinds of value of the keys in a spec."""
     for place, kinds in values().items():
         node: Any = written
         for key in place.split("."):

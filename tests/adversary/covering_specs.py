@@ -1,7 +1,6 @@
-"""Small specs drawn at random over everything that a prediction depends on: axes, modes, tiers,
-layouts, optimizers, dials, activations, losses and schedules. A draw is a function of its seed; it
-raises AssertionError unless every choice that stands here is in several of them.
-"""
+"""Small random specs over everything that a prediction depends on: axes, modes, tiers, layouts,
+optimizers, options, activations, losses and schedules. A draw depends only on its seed; it raises
+AssertionError unless several specs have every choice."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import LAYOUTS
 
-Written = Mapping[str, Any]  # a spec as it stands in a file
+Written = Mapping[str, Any]  # a spec as written in a file
 LabelsOf = Callable[[Written], Iterator[str]]
 
 SEED, NUMBER = 30, 300
 FEWEST = 3  # specs that have a choice
-_MORE = 4  # times as many that are drawn on for what is rare
+_MORE = 4  # factor of additional draws for rare choices
 OFTEN = 0.22  # the share of specs in which a dial is not at its default
 
 REPLICATED, SPREAD, SHARDED, MADE = "R,R,R", "R,S,R", "S*,S,S", "M,S,S"
@@ -103,9 +102,9 @@ SPLITS: Sequence[Any] = ("parameters", "time", "layers")
 STEPS_OF_PLANS = ("LocalGradients", "Replicate", "FullyShard", "FlatUnits", "Pipeline", "Keep")
 
 
-def drawn(seed: int = SEED, number: int = NUMBER) -> list[dict[str, Any]]:
-    """Return `number` legal specs as a user would write them, kinds in turns. What too few of them
-    have is drawn on for: a spec that has it takes the place of one of its kind."""
+def random_specs(seed: int = SEED, number: int = NUMBER) -> list[dict[str, Any]]:
+    """Return `number` legal specs as a user would write them, cycling through the kinds. Rare
+    choices are drawn again until enough specs have them; such a spec replaces one of its kind."""
     draw = random.Random(seed)
     kinds = list(KINDS)
     specs = [next(_legal(draw, kinds[index % len(kinds)])) for index in range(number)]
@@ -133,21 +132,21 @@ def _too_rare(known: Sequence[set[str]]) -> set[str]:
 
 
 def _needless(known: Sequence[set[str]], places: Sequence[int]) -> int:
-    """The place of the spec whose rarest label most others have."""
+    """Return the index of the spec whose rarest label most others have."""
     counts = Counter(label for has in known for label in has)
     return max(places, key=lambda place: min(counts[label] for label in known[place]))
 
 
 def rare(specs: Sequence[Written], wanted: Iterable[str], labels_of: LabelsOf) -> list[str]:
-    """Return which of the `wanted` labels fewer than `FEWEST` of these specs have."""
+    """Return the `wanted` labels that fewer than `FEWEST` of these specs have."""
     counts = Counter(label for spec in specs for label in set(labels_of(spec)))
     return [label for label in dict.fromkeys(wanted) if counts[label] < FEWEST]
 
 
 def _legal(draw: random.Random, kind: str) -> Iterator[dict[str, Any]]:
-    """Specs of one kind without end, of which each has a prediction."""
+    """Yield legal specs of one kind without end, each with a prediction."""
     while True:
-        written = _written(draw, kind)
+        written = _draw_mapping(draw, kind)
         try:
             spec = load(written).spec
         except SpecError:
@@ -156,7 +155,7 @@ def _legal(draw: random.Random, kind: str) -> Iterator[dict[str, Any]]:
             yield written
 
 
-def _written(draw: random.Random, kind: str) -> dict[str, Any]:
+def _draw_mapping(draw: random.Random, kind: str) -> dict[str, Any]:
     tuples = {axis: _tuple(draw, axis, modes) for axis, modes in KINDS[kind].items()}
     mesh = {axis: draw.choice((2, 4) if axis != "tp" else (2,)) for axis in tuples}
     if "three" in kind:
@@ -188,7 +187,7 @@ def _written(draw: random.Random, kind: str) -> dict[str, Any]:
 
 
 def _model(draw: random.Random, layers: int) -> dict[str, Any]:
-    """Sizes that no power of two divides hide no rounding."""
+    """Return a model whose sizes no power of two divides, so that rounding is visible."""
     family = draw.choice(("llama", "gpt"))
     return {
         "family": family,
@@ -213,7 +212,7 @@ def _tuple(draw: random.Random, axis: str, modes: str) -> str:
 
 
 def labels(written: Written) -> Iterator[str]:
-    """Yield what of `choices` a spec has."""
+    """Yield the labels of `choices` in a spec."""
     for axis, modes in written["placement"].items():
         if axis in ("dp_replicate", "dp_shard"):
             yield from map(_label, MODES, modes.split(","))
@@ -231,7 +230,7 @@ def labels(written: Written) -> Iterator[str]:
 
 
 def consequences_of(written: Written) -> Iterator[str]:
-    """Yield which steps the plan of a spec has, and the flags and tiers of its wrap."""
+    """Yield the steps of a spec's plan, and the flags and tiers of its wrapper."""
     plan = derive(load(dict(written)).spec).plan
     yield from (type(step).__name__ for step in plan.steps)
     for field in fields(plan.wrap):
@@ -258,7 +257,8 @@ def choices() -> Iterator[str]:
 
 
 def consequences() -> Iterator[str]:
-    """Yield a label for each wrap and each of its flags and tiers, which follow from choices."""
+    """Yield a label for each wrapper, and each of its flags and tiers, that follows from
+    choices."""
     yield from STEPS_OF_PLANS
     for flag in ("zero_redundancy", "materialized", "consumed", "overlaps"):
         yield from (_label(flag, str(value)) for value in (True, False))

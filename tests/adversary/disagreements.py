@@ -1,4 +1,4 @@
-"""Where `exact` and `simulated` of a spec are not equal: states, peaks, traffic and operations of a
+"""The comparison of `exact` and `simulated` for a spec: states, peaks, traffic and operations of a
 few ranks, at 0 bytes and 0 operations."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ptrain.errors import PtrainError
 from ptrain.report.record import Check, compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.traces.facts import facts_of
-from tests.adversary.random_specs import accepted
+from tests.adversary.random_specs import load_accepted
 
 CRASH = "crash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """One figure of one rank; of what raised instead, its error in place of a figure's name."""
+    """A figure of one rank that differs, or the error in place of a figure's name."""
 
     rank: int
     name: str
@@ -28,7 +28,8 @@ class Disagreement:
 
     @property
     def kind(self) -> str:
-        """What is wrong, whichever the rank: `peak forward`, `operations again` …"""
+        """Return the kind of figure, independent of the rank: `peak forward`, `operations again`
+        …"""
         return self.name.partition(" rank ")[0]
 
     def __str__(self) -> str:
@@ -43,7 +44,8 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was compared of a spec, and what differs. `refused`: why it was not simulated."""
+    """The compared figures of a spec and their differences. `refused` is the reason why it was not
+    simulated."""
 
     figures: int = 0
     differing: tuple[Disagreement, ...] = ()
@@ -55,11 +57,11 @@ class Comparison:
         return tuple(dict.fromkeys(row.kind for row in self.differing))
 
 
-def compared(written: dict[str, Any], ranks: Sequence[int]) -> Comparison:
-    """Return how the two columns of a legal spec compare on these ranks."""
+def compare_columns(written: dict[str, Any], ranks: Sequence[int]) -> Comparison:
+    """Compare the two columns of a legal spec on these ranks."""
     rank = -1
     try:
-        spec = accepted(written)
+        spec = load_accepted(written)
         exact = derive(spec, facts_of(spec)).exact
         checks: list[tuple[int, Check]] = []
         for rank in ranks:

@@ -2,7 +2,7 @@
 numbers the lowest, the highest and some other. What the declaration says nothing executes yet is
 left out until it does.
 
-The declaration is the grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf
+The grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf
 and of each short form, so that a new key is drawn without a change here. What a schema cannot say
 stands in three tables: texts that mean something (`texts`), ranges in which a simulation takes
 seconds (LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key whose values nobody
@@ -130,7 +130,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
 
 
 def _tuples(strategies: tuple[str, ...], axes: Set[str]) -> tuple[str, ...]:
-    """The strategies that are a tuple on one of these axes, and nothing else."""
+    """Return the strategies that are only a tuple on one of these axes."""
     roots = {name: load_strategy(name) or {} for name in strategies}
     return tuple(
         name
@@ -141,7 +141,7 @@ def _tuples(strategies: tuple[str, ...], axes: Set[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One kind of value of a key: its `label` in a count, how it is drawn, and which it is."""
+    """A kind of value of a key: its `label`, its draw function, and its predicate."""
 
     label: str
     draw: Callable[[Random], object]
@@ -150,46 +150,48 @@ class Value:
 
 @cache
 def values() -> Mapping[str, tuple[Value, ...]]:
-    """Return what each key may be given, by its dotted place, in the order of declaration; a
-    section with a short form is a key too. Raises LookupError for a key that has none."""
+    """Return the kinds of value of each key by dotted name, in the order of declaration; a section
+    with a short form is a key too. Raises LookupError for a key without any."""
     kinds = {
-        place: tuple(of_key(place, holds)) for place, holds in declared() if place not in LEFT_OUT
+        place: tuple(kinds_of_key(place, holds))
+        for place, holds in declared_keys()
+        if place not in LEFT_OUT
     }
     return {place: of for place, of in kinds.items() if of}
 
 
-def declared() -> Iterator[tuple[str, Leaf | Section]]:
-    """Yield every key of the grammar by its dotted place."""
-    return _declared(SpecRaw, ())
+def declared_keys() -> Iterator[tuple[str, Leaf | Section]]:
+    """Yield every key of the grammar by its dotted name."""
+    return _walk_keys(SpecRaw, ())
 
 
-def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
+def _walk_keys(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
     for key, (_, holds) in section_keys(kind).items():
         place = ".".join((*above, key))
         yield place, holds
         if isinstance(holds, Section):
-            yield from _declared(holds.kind, (*above, key))
+            yield from _walk_keys(holds.kind, (*above, key))
 
 
-def of_key(place: str, holds: Leaf | Section) -> Iterator[Value]:
-    """Yield the kinds of value of a key that something executes; of a section, its short forms."""
+def kinds_of_key(place: str, holds: Leaf | Section) -> Iterator[Value]:
+    """Yield the implemented kinds of value of a key; for a section, its short forms."""
     if isinstance(holds, Section):
         for shape in holds.other_schemas:
-            yield from of_shape(place, shape)
+            yield from kinds_of_schema(place, shape)
     elif holds.supported is None:
-        yield from of_shape(place, holds.schema())
+        yield from kinds_of_schema(place, holds.schema())
     else:
         yield from map(_constant, holds.supported)
 
 
-def of_shape(place: str, shape: Shape) -> Iterator[Value]:
+def kinds_of_schema(place: str, shape: Shape) -> Iterator[Value]:
     """Yield the kinds of value that a schema allows."""
     if (place, str(shape.get("type"))) in _NOT_DRAWN:
         return
     match shape:
         case {"anyOf": shapes} | {"oneOf": shapes}:
             for inner in shapes:
-                yield from of_shape(place, inner)
+                yield from kinds_of_schema(place, inner)
         case {"const": word}:
             yield _constant(word)
         case {"type": "boolean"}:
@@ -208,14 +210,14 @@ def of_shape(place: str, shape: Shape) -> Iterator[Value]:
         case {"type": "object", "properties": properties}:
             yield _record(place, properties)
         case {"$ref": reference}:
-            yield from of_shape(place, _definitions()[reference.rpartition("/")[2]])
+            yield from kinds_of_schema(place, _definitions()[reference.rpartition("/")[2]])
         case _:
             raise LookupError(f"{place}: nobody knows how to draw {dict(shape)}")
 
 
 @cache
 def _definitions() -> Mapping[str, Shape]:
-    """Schemas that others refer to, by name."""
+    """Return schemas that others refer to, by name."""
     definitions: Mapping[str, Shape] = schema()["$defs"]
     return definitions
 
@@ -246,7 +248,7 @@ def _numbers(place: str, shape: Shape) -> Iterator[Value]:
         return isinstance(value, kinds) and not isinstance(value, bool)
 
     def between(draw: Random) -> int | float:
-        """Small numbers as often as large ones."""
+        """Draw a number between the limits, small ones as often as large ones."""
         first = low + 1 if is_whole else low
         last = max(high - 1 if is_whole else high, first)
         shift = 1 - first
@@ -267,7 +269,7 @@ def _numbers(place: str, shape: Shape) -> Iterator[Value]:
 
 
 def _range(shape: Shape) -> tuple[int | float, int | float]:
-    """The lowest and the highest number; above an open end, the next thousandth."""
+    """Return the lowest and the highest number; for an open end, the next thousandth."""
     low = shape.get("minimum")
     if low is None:
         low = shape.get("exclusiveMinimum", 0) + 1e-3
@@ -275,7 +277,7 @@ def _range(shape: Shape) -> tuple[int | float, int | float]:
 
 
 def _list(place: str, shape: Shape) -> Value:
-    items = tuple(of_shape(place, shape["items"]))
+    items = tuple(kinds_of_schema(place, shape["items"]))
     fewest, most = shape.get("minItems", 1), shape.get("maxItems", 4)
 
     def draw_list(draw: Random) -> list[object]:
@@ -288,7 +290,7 @@ def _list(place: str, shape: Shape) -> Value:
 
 
 def _mapping(place: str, inner: Shape) -> Value:
-    kinds, names = tuple(of_shape(place, inner)), texts()[place]
+    kinds, names = tuple(kinds_of_schema(place, inner)), texts()[place]
 
     def draw_mapping(draw: Random) -> dict[str, object]:
         chosen = draw.sample(names, draw.randint(1, 2))
@@ -298,8 +300,8 @@ def _mapping(place: str, inner: Shape) -> Value:
 
 
 def _record(place: str, properties: Mapping[str, Shape]) -> Value:
-    """All of some keys."""
-    kinds = {name: tuple(of_shape(place, inner)) for name, inner in properties.items()}
+    """Return a value with all of some keys."""
+    kinds = {name: tuple(kinds_of_schema(place, inner)) for name, inner in properties.items()}
 
     def draw_record(draw: Random) -> dict[str, object]:
         return {name: draw.choice(of).draw(draw) for name, of in kinds.items()}

@@ -30,7 +30,7 @@ from ptrain.spec.shorthand import EXPERTS, REST, route_of
 from ptrain.spec.spec import Spec
 from tests.adversary.key_values import LIMITS, values
 
-Written = dict[str, Any]  # a spec as it stands in a file
+Written = dict[str, Any]  # a spec as written in a file
 
 MOST_RANKS, MOST_PASSES = 4096, 12  # passes: micro-batches x blocks of a rank
 SMALL: Mapping[str, int] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262}
@@ -49,9 +49,9 @@ class TooLarge(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """A legal spec as a user would write it, ranks to simulate, and what was refused on the way:
-    how often, by the first fault's place."""
+class RandomSpec:
+    """A legal spec as a user would write it, the ranks to simulate, and the number of rejected
+    changes by the place of the first error."""
 
     seed: int
     written: Written
@@ -59,18 +59,20 @@ class Drawn:
     refused: Counter[str]
 
 
-def drawn(seed: int, most_ranks: int = MOST_RANKS) -> Drawn:
-    """Return the draw of a seed, which begins with a mesh of at most so many ranks."""
+def random_spec(seed: int, most_ranks: int = MOST_RANKS) -> RandomSpec:
+    """Return the draw of a seed, starting from a mesh of at most the given number of ranks."""
     draw = Random(seed)
     refused = Counter[str]()
     written = next(_bases(draw, refused, most_ranks))
     for value_of in _settings(draw):
-        written = _changed(written, *value_of, refused) or written
-    return Drawn(seed=seed, written=written, ranks=ranks(accepted(written), draw), refused=refused)
+        written = _with_key(written, *value_of, refused) or written
+    return RandomSpec(
+        seed=seed, written=written, ranks=ranks(load_accepted(written), draw), refused=refused
+    )
 
 
-def accepted(written: Written) -> Spec:
-    """Return the spec as ptrain reads it. Raises SpecError where it is refused, and TooLarge."""
+def load_accepted(written: Written) -> Spec:
+    """Return the spec as ptrain reads it. Raises SpecError if it is rejected, and TooLarge."""
     spec = resolve_auto(load(copy.deepcopy(written)))
     assert isinstance(spec.model, ModelShape), "others are left out"
     passes = spec.batch.accumulate * -(-spec.model.layers // spec.degree(Axis.PP))
@@ -118,8 +120,8 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
 
 
 def _model_for(draw: Random, mesh: Mapping[str, int]) -> Written:
-    """What a model needs for such a mesh: layers for its stages, experts for ranks of their own,
-    of which one or two are a token's, with a capacity in every second draw."""
+    """Return the model keys that a mesh requires: layers for its stages and experts for ep, of
+    which one or two serve a token, with a capacity in every second draw."""
     layers = {"layers": 2 * mesh["pp"]} if "pp" in mesh else {}
     if "ep" not in mesh:
         return layers
@@ -131,8 +133,8 @@ def _model_for(draw: Random, mesh: Mapping[str, int]) -> Written:
 
 
 def _with_attention(draw: Random, written: Written, refused: Counter[str]) -> Written | None:
-    """The spec with a word on how attention goes over cp, in most draws that have cp; of a hybrid,
-    with as many ranks. None where it is no legal one."""
+    """Return the spec, in most draws over cp with a random attention; a hybrid gets its number of
+    ranks. None if it is illegal."""
     if "cp" not in written["mesh"] or draw.random() > 0.6:
         return None
     attention = _value(draw, "context.attention")
@@ -148,13 +150,13 @@ def _named_axes(draw: Random) -> str:
 
 
 def _axes(draw: Random) -> list[str]:
-    """Any axes of the grammar, each in every second draw."""
+    """Return random axes of the grammar, each with probability one half."""
     places = [place for place in values() if place.startswith("mesh.")]
     return [place.partition(".")[2] for place in places if draw.random() < 0.4]
 
 
 def _degrees(draw: Random, axes: Sequence[str], most_ranks: int) -> dict[str, int]:
-    """A degree for each axis, powers of two in every second draw, of so many ranks at most."""
+    """Return a degree for each axis, powers of two in every second draw, with a limited product."""
     mesh, left, powers = {}, most_ranks, draw.random() < 0.5
     for axis in draw.sample(axes, len(axes)):
         most = min(LIMITS.get(f"mesh.{axis}", (1, 8))[1], left)
@@ -166,8 +168,8 @@ def _degrees(draw: Random, axes: Sequence[str], most_ranks: int) -> dict[str, in
 
 
 def _tuple(draw: Random, axis: str) -> object:
-    """Modes at random, mended by the rules of the axis, in one of the forms that a file has; on ep
-    those of all but the experts, whose tuple stands beside them or goes without saying."""
+    """Return random modes, repaired by the rules of the axis, in one of the forms of a file. On ep
+    they are the modes of the dense parameters; the experts' tuple is written or omitted."""
     rest = _form(draw, next(_legal_modes(draw, axis)))
     if axis not in EXPERT_AXES or draw.random() < 0.5:
         return rest
@@ -183,7 +185,7 @@ def _form(draw: Random, modes: list[str]) -> object:
 
 
 def _legal_modes(draw: Random, axis: str) -> Iterator[list[str]]:
-    """Yield modes that break no rule of the axis; after many tries, those that are mended so."""
+    """Yield modes that satisfy the rules of the axis; after many tries, repaired ones."""
     data = Axis.DP_SHARD if axis == "dp" else Axis(axis)
     place = ".".join(route_of(data)) if data in EXPERT_AXES else f"placement.{axis}"
     (room,) = (room for room in ROOMS if data in room.axes)
@@ -207,7 +209,7 @@ def _legal_modes(draw: Random, axis: str) -> Iterator[list[str]]:
 
 
 def _settings(draw: Random) -> list[tuple[str, object]]:
-    """Keys with values, in any order; those that may wait for another stand there twice."""
+    """Return keys with values in random order; keys that may depend on another occur twice."""
     has_all = draw.random() < 0.5
     places = [place for place in values() if has_all or not place.startswith(_BESIDE)]
     chosen = draw.sample(places, draw.choice(KEYS))
@@ -223,20 +225,20 @@ def _value(draw: Random, place: str) -> object:
 
 
 def _parts(draw: Random) -> list[int]:
-    """As many layers as a model may have, in parts: of free numbers hardly any add up."""
+    """Return parts that add up to the number of layers, which free numbers hardly do."""
     stages = draw.choice((2, 3, 4))
     return [draw.choice((1, 1, 2, 3)) for _ in range(stages)]
 
 
-def _changed(written: Written, place: str, value: object, refused: Counter[str]) -> Written | None:
-    """The spec with one more key; None where it is no legal one."""
+def _with_key(written: Written, place: str, value: object, refused: Counter[str]) -> Written | None:
+    """Return the spec with one more key, or None if it is illegal."""
     changed = copy.deepcopy(written)
     *above, key = place.split(".")
     node = changed
     for name in above:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            return None  # a word stands for the section
+            return None  # a word abbreviates the section
     if node.get(key, "") == value:
         return None
     node[key] = value
@@ -247,7 +249,7 @@ def _changed(written: Written, place: str, value: object, refused: Counter[str])
 
 def _is_accepted(written: Written, refused: Counter[str]) -> bool:
     try:
-        accepted(written)
+        load_accepted(written)
     except SpecError as error:
         refused[error.faults[0].place] += 1
         return False

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 from ptrain.spec.load import load
 from tests.adversary.coverage import Coverage
-from tests.adversary.disagreements import Comparison, Disagreement, compared
-from tests.adversary.random_specs import Drawn, Written, drawn
+from tests.adversary.disagreements import Comparison, Disagreement, compare_columns
+from tests.adversary.random_specs import RandomSpec, Written, random_spec
 from tests.adversary.shrinking import Shrinking, command, lines
 
 MOST_TRIES = 60
@@ -38,8 +38,8 @@ any state or peak, no call and no operation. Of each spec the first rank, the la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A seed whose two columns differ, and the smallest spec with such a difference; None where an
-    earlier seed differs in the same kinds of figure."""
+    """A seed whose two columns differ, with the smallest such spec; None if an earlier seed differs
+    in the same kinds of figure."""
 
     seed: int
     comparison: Comparison
@@ -47,7 +47,7 @@ class Failure:
     of_smallest: Disagreement
 
     def page(self) -> Iterator[str]:
-        """Yield the lines that a page has of it."""
+        """Yield the page's lines for the failure."""
         if self.smallest is None:
             return
         kinds = ", ".join(self.comparison.kinds)
@@ -63,8 +63,8 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Account:
-    """What a run of seeds has seen."""
+class SearchReport:
+    """The results of a run of seeds."""
 
     coverage: Coverage = field(default_factory=Coverage)
     refused: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Account:
     figures: int = 0
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, draw: Drawn, ranks: Sequence[int], comparison: Comparison) -> None:
+    def add(self, draw: RandomSpec, ranks: Sequence[int], comparison: Comparison) -> None:
         """Count a spec that was compared on these ranks."""
         self.coverage.add(draw.written)
         self.refused += draw.refused
@@ -105,15 +105,15 @@ class Account:
 def smallest(
     written: Written, failing: Disagreement, most: int = MOST_TRIES
 ) -> tuple[Written, Disagreement]:
-    """Return the smallest spec that differs in the same kind of figure, on the rank at the same
-    place in its mesh, and how."""
+    """Return the smallest spec that differs in the same kind of figure on the corresponding rank,
+    and the differences."""
     last = load(dict(written)).spec.world_size - 1
     seen = {"": failing}
 
     def fails(smaller: Written) -> bool:
         ranks = load(dict(smaller)).spec.world_size
         rank = failing.rank * (ranks - 1) // last if last else 0
-        rows = compared(smaller, (rank,)).differing
+        rows = compare_columns(smaller, (rank,)).differing
         row = next((row for row in rows if row.kind == failing.kind), None)
         if row is not None:
             seen[""] = row
@@ -122,12 +122,14 @@ def smallest(
     return Shrinking(written, fails, most).smallest(), seen[""]
 
 
-def examine(seed: int, account: Account, *, is_one: bool = False, tries: int = MOST_TRIES) -> None:
-    """Draw and compare a seed's spec; make it smaller where it fails in a new kind of figure."""
-    draw = drawn(seed)
+def examine(
+    seed: int, account: SearchReport, *, is_one: bool = False, tries: int = MOST_TRIES
+) -> None:
+    """Draw and compare a seed's spec; reduce it if it fails in a new kind of figure."""
+    draw = random_spec(seed)
     ranks = draw.ranks[seed % len(draw.ranks) :][:1] if is_one else draw.ranks
     began = time.perf_counter()
-    comparison = compared(draw.written, ranks)
+    comparison = compare_columns(draw.written, ranks)
     account.add(draw, ranks, comparison)
     seconds = time.perf_counter() - began
     said = comparison.refused or f"{len(comparison.differing)} of {comparison.figures} differ"
@@ -149,13 +151,13 @@ def examine(seed: int, account: Account, *, is_one: bool = False, tries: int = M
     account.failures.append(failure)
 
 
-def has_axis(draw: Drawn, axis: str) -> bool:
-    """Return whether the mesh has this axis, of two ranks or more."""
+def has_axis(draw: RandomSpec, axis: str) -> bool:
+    """Return True if the mesh has this axis with two ranks or more."""
     return axis in [factor.axis for factor in load(dict(draw.written)).spec.factors]
 
 
 def seeds(text: str) -> range:
-    """Return the range that `3-7` means, both included, or `3` alone."""
+    """Return the range of seeds: `3-7` (inclusive) or `3`."""
     span = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
     if span is None:
         raise argparse.ArgumentTypeError(f"write A-B; got {text!r}")
@@ -170,11 +172,11 @@ def main() -> int:
     parser.add_argument("--axis", help="specs alone whose mesh has this axis, e.g. cp")
     parser.add_argument("--minutes", type=float, default=0.0, help="no seed begins after so many")
     args = parser.parse_args()
-    account, began = Account(), time.monotonic()
+    account, began = SearchReport(), time.monotonic()
     for seed in args.seeds:
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
             break
-        if args.axis is None or has_axis(drawn(seed), args.axis):
+        if args.axis is None or has_axis(random_spec(seed), args.axis):
             examine(seed, account, is_one=args.one, tries=args.tries)
     print(CLAIM, *account.page(), sep="\n")
     print("fails" if account.failures else "holds")

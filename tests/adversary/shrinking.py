@@ -1,6 +1,6 @@
-"""The smallest spec that still fails: keys dropped to their defaults, axes dropped with their
-tuples, numbers and lists made smaller, modes made R; each step is taken where the spec is still
-legal and still fails."""
+"""The smallest spec that still fails: keys reset to their defaults, axes removed with their tuples,
+numbers and lists reduced, modes replaced by R. Each change is kept if the spec stays legal and
+fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import to_flow_yaml
-from tests.adversary.random_specs import TooLarge, Written, accepted
+from tests.adversary.random_specs import TooLarge, Written, load_accepted
 
 Route = tuple[str, ...]
 Fails = Callable[[Written], bool]
@@ -23,7 +23,7 @@ MOST_TRIES = 200  # of which each that is legal is simulated
 
 
 class Shrinking:
-    """A failing spec on its way to a smaller one; `tries` counts the specs that were run."""
+    """A failing spec that is being reduced; `tries` counts the specs that were run."""
 
     def __init__(self, written: Written, fails: Fails, most: int = MOST_TRIES) -> None:
         self.written = copy.deepcopy(written)
@@ -32,7 +32,7 @@ class Shrinking:
         self._known: set[str] = set()
 
     def smallest(self) -> Written:
-        """Return a spec of which no single step leads to a smaller one that fails."""
+        """Return a spec that no single change reduces to a smaller failing one."""
         self._take(_written_out(self.written))
         self._drop(list(_droppable(self.written)))
         while any(self._take(smaller) for smaller in _smaller(self.written)):
@@ -40,15 +40,15 @@ class Shrinking:
         return self.written
 
     def _drop(self, routes: Sequence[Route]) -> None:
-        """Drop keys together where they do not matter, else in halves."""
-        if not routes or self._take(_without(self.written, routes)) or len(routes) == 1:
+        """Remove keys together if they do not matter, otherwise in halves."""
+        if not routes or self._take(_remove_key(self.written, routes)) or len(routes) == 1:
             return
         half = len(routes) // 2
         self._drop(routes[:half])
         self._drop(routes[half:])
 
     def _take(self, smaller: Written) -> bool:
-        """Go on with a spec, if it is another, is legal and fails."""
+        """Continue with a spec if it is different, legal and failing."""
         text = to_flow_yaml(smaller)
         if text == to_flow_yaml(self.written) or text in self._known or self.tries >= self._most:
             return False
@@ -63,9 +63,9 @@ class Shrinking:
 
 
 def is_legal(written: Written) -> bool:
-    """Whether a spec is one that is drawn."""
+    """Return True if a spec is legal."""
     try:
-        accepted(written)
+        load_accepted(written)
     except (SpecError, TooLarge):
         return False
     return True
@@ -77,7 +77,7 @@ def command(written: Written, rank: int) -> str:
 
 
 def lines(written: Written) -> str:
-    """Return the spec as YAML, a section a line."""
+    """Return the spec as YAML, one section per line."""
     return "\n".join(f"{key}: {to_flow_yaml(value)}" for key, value in written.items())
 
 
@@ -85,7 +85,7 @@ def lines(written: Written) -> str:
 
 
 def _written_out(written: Written) -> Written:
-    """The spec with its tuples as texts, whichever form they had, a strategy's policies beside."""
+    """Return the spec with its tuples as text and separate strategy policies."""
     spec = load(copy.deepcopy(written)).spec
     plain = copy.deepcopy(written)
     placement: dict[str, Any] = {
@@ -100,7 +100,7 @@ def _written_out(written: Written) -> Written:
 
 
 def _droppable(node: Any, above: Route = ()) -> Iterator[Route]:
-    """Yield the routes of keys, sections before what is in them."""
+    """Yield the routes of keys, sections before their keys."""
     for key, inner in node.items():
         route = (*above, key)
         if route[0] in ("mesh", "placement"):
@@ -111,7 +111,7 @@ def _droppable(node: Any, above: Route = ()) -> Iterator[Route]:
             yield from _droppable(inner, route)
 
 
-def _without(written: Written, routes: Sequence[Route]) -> Written:
+def _remove_key(written: Written, routes: Sequence[Route]) -> Written:
     smaller = copy.deepcopy(written)
     for *above, key in routes:
         node = smaller
@@ -122,17 +122,17 @@ def _without(written: Written, routes: Sequence[Route]) -> Written:
 
 
 def _smaller(written: Written) -> Iterator[Written]:
-    """Yield specs that are one step smaller, large steps first."""
+    """Yield specs that are one change smaller, large changes first."""
     sections = [(key,) for key in written if key not in ("model", "mesh", "placement", "batch")]
     for axis in written["mesh"]:
         factor = [("mesh", axis), ("placement", axis)]
-        yield _without(written, factor)
-        yield from (_without(written, [*factor, section]) for section in sections)
+        yield _remove_key(written, factor)
+        yield from (_remove_key(written, [*factor, section]) for section in sections)
     for route in _droppable(written):
-        yield _without(written, [route])
+        yield _remove_key(written, [route])
     for route, value in _leaves(written):
         for other in _less(route, value):
-            yield _with(written, route, other)
+            yield _set_key(written, route, other)
 
 
 def _leaves(node: Any, above: Route = ()) -> Iterator[tuple[Route, Any]]:
@@ -160,17 +160,17 @@ def _less(route: Route, value: Any) -> Iterator[Any]:
         case str() if route[0] == "placement" and value.count(",") == len(PLACED) - 1:
             modes = value.split(",")
             for index in range(len(PLACED)):
-                for mode in _plainer(modes[index]):
+                for mode in _simpler_modes(modes[index]):
                     yield ",".join([*modes[:index], mode, *modes[index + 1 :]])
 
 
-def _plainer(mode: str) -> tuple[str, ...]:
-    """R, and the same distribution on the device."""
+def _simpler_modes(mode: str) -> tuple[str, ...]:
+    """Return R, and the same distribution on the device."""
     head = mode.partition("@")[0].replace("O", "S")
     return tuple(other for other in ("R", head) if other != mode and mode != "R")
 
 
-def _with(written: Written, route: Route, value: Any) -> Written:
+def _set_key(written: Written, route: Route, value: Any) -> Written:
     changed = copy.deepcopy(written)
     node = changed
     for name in route[:-1]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ptrain
 from tests.corpus.fault import TOO_SMALL, planted, sound
 from tests.corpus.parts import adamw, my_rows, regression_loss, regressor, row_batches
-from tests.gloo.stories import AsLaunched
+from tests.gloo.field_stories import AccelerateEnvironment
 
 MICRO_BATCHES, MOST = 2, 0.5
 
@@ -51,7 +51,7 @@ def script(
     def made() -> ptrain.Job:
         from accelerate import Accelerator
 
-        with AsLaunched():
+        with AccelerateEnvironment():
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
         bare = regressor()
         own = adamw(bare)

@@ -1,4 +1,4 @@
-"""What stands for a fault: its script, where it was reported, and the truth about it.
+"""The description of a field fault: its script, its report, and the truth about it.
 
 The truth was written before `ptrain.verify` was run on any of the scripts. A printed cause names
 the fault if it has a keyword of every entry of `right` and none of `wrong_if`; an entry gives
@@ -48,7 +48,7 @@ class FieldFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoundProgram:
-    """A loop that computes what one device would, by an unusual way."""
+    """A loop that computes the result of one device in an unusual way."""
 
     name: str
     script: Callable[[], Any]

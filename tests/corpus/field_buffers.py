@@ -54,7 +54,7 @@ class BalancedMixture(nn.Module):
 
     @torch.no_grad()
     def follow(self, rate: float, sums_ranks: bool, by_sign: bool = False) -> None:
-        """Move the bias towards equal loads, and count anew."""
+        """Move the bias towards equal loads, and reset the counts."""
         if sums_ranks:
             dist.all_reduce(self.loads)
         change = self.loads.mean() - self.loads

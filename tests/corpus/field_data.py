@@ -1,4 +1,4 @@
-"""Faults of what the ranks read: samplers, and positions within packed samples."""
+"""Faults of the ranks' input: samplers, and positions within packed samples."""
 
 from __future__ import annotations
 

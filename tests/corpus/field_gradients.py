@@ -157,7 +157,7 @@ def experts_without_the_replicas(fault: bool) -> Any:
 
 
 class Adapted(Regressor):
-    """The regressor with a low-rank adapter beside `up`, which `attach` adds."""
+    """The regressor with a low-rank adapter parallel to `up`, which `attach` adds."""
 
     def attach(self) -> None:
         torch.manual_seed(7)

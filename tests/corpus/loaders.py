@@ -1,4 +1,4 @@
-"""Faults of loaders: what a rank is given of each global batch."""
+"""Faults of loaders: the rows of each global batch on a rank."""
 
 from __future__ import annotations
 

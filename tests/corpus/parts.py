@@ -1,4 +1,4 @@
-"""What the scripts of the corpus share: tiny models, global batches, and a plain loop."""
+"""Shared parts of the corpus scripts: tiny models, global batches, and a plain loop."""
 
 from __future__ import annotations
 

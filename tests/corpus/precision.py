@@ -1,4 +1,4 @@
-"""Faults of mixed precision: master weights, scalers, and what is added up in 16 bits."""
+"""Faults of mixed precision: master weights, scalers, and accumulation in 16 bits."""
 
 from __future__ import annotations
 

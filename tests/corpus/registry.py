@@ -65,12 +65,12 @@ def is_blind(name: str) -> bool:
 
 
 def run(name: str, fault: bool) -> Any:
-    """Return what a case's script returns; `fault` chooses the fault or its fix."""
+    """Return the result of a case's script; `fault` chooses the fault or its fix."""
     return FAULTS[name].script(fault) if name in FAULTS else SOUND[name].script()
 
 
 def losses(name: str, fault: bool) -> Losses:
-    """Return the losses of one device and of this rank: the two loops run, and nobody judges."""
+    """Return the losses of one device and of this rank, without a verdict."""
     judge = ptrain.verify
     ptrain.verify = _ran  # type: ignore[assignment]
     try:

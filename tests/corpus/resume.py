@@ -30,7 +30,7 @@ LATE = "step 3|resum|restart|load|checkpoint|lost|reset|new|later|after|from ste
 
 
 class ResumedRun:
-    """A training that saves, starts again from nothing, and loads: `restore` says what."""
+    """A training that saves, restarts, and loads the states named by `restore`."""
 
     def __init__(
         self,

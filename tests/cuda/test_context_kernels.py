@@ -1,4 +1,4 @@
-"""A slice's attention to gathered keys, by a GPU's kernel, is its part of attention to all."""
+"""A GPU kernel's attention of a token slice to gathered keys equals the slice of full attention."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ BATCH, HEADS, TOKENS, HEAD_DIM, RANKS = 2, 8, 256, 64, 4
 
 
 class OneOfMany(GatheredCore):
-    """The core of rank `own` of RANKS, whose keys and values of all ranks are at hand."""
+    """The core of rank `own` of RANKS, with the keys and values of all ranks available."""
 
     def __init__(self, own: int, keys: Tensor, values: Tensor) -> None:
         super().__init__(ProcessGroup(own, RANKS), None, ReduceScatterVia.NATIVE, TagRegistry())
@@ -41,7 +41,7 @@ def own_of(whole: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_slices_attend_as_the_whole_does(dtype: torch.dtype, kv_heads: int) -> None:
+def test_attention_of_slices_equals_full_attention(dtype: torch.dtype, kv_heads: int) -> None:
     torch.manual_seed(0)
     shapes = [(BATCH, heads, TOKENS, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads)]
     whole = [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]

@@ -1,4 +1,5 @@
-"""On a GPU the host launches a step while the device does the one before, and waits for nothing."""
+"""On a GPU the host launches a step while the device executes the previous one, without
+synchronizing."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_the_host_never_waits_between_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: tuple[str, ...]
 ) -> None:
-    """torch raises where it would."""
+    """torch raises on a synchronization."""
     local_batch = loop.local_batch
 
     def strict(program: Any, source: Any, step: int, *split: Any) -> Any:
@@ -72,7 +73,7 @@ def test_the_host_never_waits_between_two_steps(
     assert all(row["seconds"] > 0 and math.isfinite(row["loss"]) for row in rows(tmp_path))
 
 
-def test_losses_are_those_of_a_host_that_waits(
+def test_losses_equal_those_of_a_synchronizing_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("zero3", "model.preset=llama-tiny", "deterministic=true")

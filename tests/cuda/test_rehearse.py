@@ -1,4 +1,4 @@
-"""One rank of a job, rehearsed on one GPU: what its allocator held at most, beside what lives."""
+"""A rehearsal of one rank on one GPU: the allocator's peak compared with live memory."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def peaks(found: SimulatedRank) -> dict[Phase, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("strategy", MESHES)
-def test_the_allocators_peak_is_what_lives_but_for_its_rounding(
+def test_the_allocators_peak_equals_live_memory_except_for_rounding(
     strategy: str, record_property: Callable[[str, object], None]
 ) -> None:
     spec = resolve_auto(load(strategy, (*SHAPE, MESHES[strategy])))
@@ -36,7 +36,7 @@ def test_the_allocators_peak_is_what_lives_but_for_its_rounding(
         assert lives <= held <= lives * (1 + ROUNDING) + WORKSPACES, phase
 
 
-def test_the_rank_before_leaves_nothing_to_the_next() -> None:
+def test_a_rank_leaves_no_memory_to_the_next() -> None:
     spec = resolve_auto(load("zero3", (*SHAPE, MESHES["zero3"])))
     simulate(spec, 0, rehearse=True)
     assert torch.cuda.memory_allocated() <= WORKSPACES
@@ -44,7 +44,7 @@ def test_the_rank_before_leaves_nothing_to_the_next() -> None:
 
 @pytest.mark.parametrize("layout", ["bf16", "fp32"])
 @pytest.mark.parametrize("strategy", MESHES)
-def test_what_lives_is_to_the_byte_what_was_derived(strategy: str, layout: str) -> None:
+def test_live_memory_equals_the_prediction_to_the_byte(strategy: str, layout: str) -> None:
     major, minor = torch.cuda.get_device_capability()
     cluster = f"cluster={{preset: h100-8, sm: {10 * major + minor}}}"
     words = (*SHAPE, MESHES[strategy], cluster, f"precision.layout={layout}")

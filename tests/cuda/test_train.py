@@ -1,4 +1,4 @@
-"""A training on one GPU holds what was predicted, whichever kernels its GPU has."""
+"""A training on one GPU has the predicted memory with the kernels of that GPU."""
 
 import subprocess
 import sys

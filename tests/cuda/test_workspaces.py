@@ -1,4 +1,4 @@
-"""What kernels take within themselves is what the GPU's allocator holds while they run."""
+"""Kernel workspaces equal the memory that the GPU's allocator holds during the kernel."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,14 @@ pytestmark = [
     ),
 ]
 
-UNSPLIT = 2**20  # what is left of a block is not split off for less
+UNSPLIT = 2**20  # the allocator splits off only larger remainders of a block
 SMALL = 4096  # semaphores and the like, and their rounding
 BATCH, HEADS, SEQUENCE = 2, 8, 1024
 
 
-def within(operator: Callable[[], object]) -> int:
-    """Bytes that the allocator held beside what was there before or after it, of whole blocks."""
+def workspace_bytes(operator: Callable[[], object]) -> int:
+    """Return the bytes in full blocks that the allocator held in addition to memory before or after
+    the call."""
     operator()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # so that no larger block is taken
@@ -47,7 +48,7 @@ def within(operator: Callable[[], object]) -> int:
 def test_a_sum_over_rows_leaves_sums_of_parts(rows: int, columns: int, dtype: torch.dtype) -> None:
     matrix = torch.ones(rows, columns, device="cuda", dtype=dtype)
     expected = sum_of_rows(rows, columns)
-    assert 0 <= within(lambda: matrix.sum(0)) - expected <= UNSPLIT + SMALL
+    assert 0 <= workspace_bytes(lambda: matrix.sum(0)) - expected <= UNSPLIT + SMALL
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -59,7 +60,7 @@ def test_a_sum_over_rows_leaves_sums_of_parts(rows: int, columns: int, dtype: to
         (SDPBackend.EFFICIENT_ATTENTION, "efficient", torch.float32),
     ],
 )
-def test_attentions_backward_pass_takes_what_is_said(
+def test_attentions_backward_pass_has_the_documented_workspace(
     backend: SDPBackend, kernel: str, dtype: torch.dtype, head_dim: int
 ) -> None:
     shape = (BATCH, SEQUENCE, HEADS, head_dim)
@@ -73,13 +74,13 @@ def test_attentions_backward_pass_takes_what_is_said(
     taken = attention_backward(
         kernel, dtype.itemsize, batch=BATCH, heads=HEADS, sequence=SEQUENCE, head_dim=head_dim
     )
-    difference = within(
+    difference = workspace_bytes(
         lambda: torch.autograd.grad(output, parts, gradient, retain_graph=True)
     ) - sum(taken)
     assert 0 <= difference <= SMALL
 
 
-def test_products_keep_a_workspace_a_thread() -> None:
+def test_products_keep_a_workspace_per_thread() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     weight = torch.ones(256, 256, device="cuda", requires_grad=True)

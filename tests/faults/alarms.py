@@ -1,5 +1,5 @@
-"""Whether the protocol cries wolf: every strategy of the repository as it is, over seeds and
-layouts, on tensors that are small enough for all of them."""
+"""False alarms of the protocol: every unmodified strategy of the repository, over seeds and
+layouts, with small tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = (
 )  # fmt: skip
 ACCUMULATED = (4, 1)  # micro-batches of a rank; one where gradients do not outlive backward
 MOST_RANKS = 4  # of a spec that is run
-DROPLESS = "dropless"  # behind the name of a spec that gives experts places
+DROPLESS = "dropless"  # suffix of a spec that gives experts a capacity
 _LESS = ("model.layers=2",)  # of which one device in fp64 runs each expert by itself
 SPECS = Path(__file__).parents[2] / "specs"
 STRATEGIES = sorted(path.stem for path in (SPECS / "strategies").glob("*.yaml"))
@@ -42,8 +42,8 @@ EXPERTS = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calm:
-    """A legal spec and what the protocol says of it, which should be nothing."""
+class CleanRun:
+    """A legal spec and the protocol's report on it, which should be empty."""
 
     strategy: str
     layout: str
@@ -57,14 +57,14 @@ class Calm:
 
 
 def as_written(strategy: str, overrides: Sequence[str] = ()) -> Document:
-    """Its file, with these overrides; without places where the name says so."""
+    """Return the strategy's file with these overrides, without placements that the name implies."""
     name, _, how = strategy.partition(" ")
     of_experts = _LESS if strategy in EXPERTS else ()
     return load(name, (*of_experts, *(("model.capacity_factor=null",) if how else ()), *overrides))
 
 
 def legal(strategy: str, layout: str, seed: int) -> Spec | None:
-    """None where the layout is not legal with the strategy's placement."""
+    """Return the spec, or None if the layout is not legal with the strategy's placement."""
     own = () if layout == OWN else (f"precision.layout={layout}",)
     data = as_written(strategy).spec.data_degree
     for accumulated in ACCUMULATED:
@@ -77,7 +77,7 @@ def legal(strategy: str, layout: str, seed: int) -> Spec | None:
 
 
 def layouts(strategy: str) -> list[str]:
-    """Those that are legal there, each once."""
+    """Return the legal layouts, each once."""
     found: dict[str, str] = {}
     for layout in LAYOUTS:
         spec = legal(strategy, layout, seed=0)
@@ -87,30 +87,30 @@ def layouts(strategy: str) -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    """Strategies with their layouts."""
+    """Yield the strategies with their layouts."""
     for strategy in (*STRATEGIES, *EXPERTS):
         for layout in layouts(strategy):
             yield strategy, layout
 
 
-def verified(spec: Spec) -> Verification:
-    """On this rank of a pool."""
+def verify_on_rank(spec: Spec) -> Verification:
+    """Verify the spec on this rank of a pool."""
     world = World.join(spec.timeout)
     return verify_on_ranks(spec, world, Exchange(world), VerifyOptions(steps=STEPS))
 
 
 def seeds(layout: str) -> range:
-    """Those that the page is made of."""
+    """Return the seeds of the page."""
     return SEEDS if layout in ALL_SEEDS else SEEDS[:1]
 
 
-def calm(ranks: Ranks, strategy: str, layout: str, seed: int) -> Calm:
+def verify_clean(ranks: Ranks, strategy: str, layout: str, seed: int) -> CleanRun:
     """Verify a strategy in a layout on a pool with the ranks of its spec."""
     spec = legal(strategy, layout, seed)
     assert spec is not None, "a legal layout"
     began = time.perf_counter()
-    told: Verification = ranks.run(spec.world_size, verified, spec, timeout=300.0)[0]
-    return Calm(
+    told: Verification = ranks.run(spec.world_size, verify_on_rank, spec, timeout=300.0)[0]
+    return CleanRun(
         strategy=strategy,
         layout=spec.precision.layout.name,
         seed=seed,

@@ -1,4 +1,4 @@
-"""Whether a planted fault does anything at all: the same steps with and without it."""
+"""The effect of a planted fault: the same steps with and without it are compared."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def in_fp64(spec: Spec) -> Spec:
     return replace(spec, precision=replace(spec.precision, compute_fp64=True))
 
 
-def changes(name: str, fp64: bool) -> float:
-    """On this rank of a pool: the largest difference, relative to the largest element, that a fault
-    makes of any tensor of the state within STEPS; infinite where it makes anything not finite, or a
-    step break off."""
+def effect_of(name: str, fp64: bool) -> float:
+    """Return the largest difference, relative to the largest element, that a fault makes of any
+    tensor of the state within STEPS on this rank. Infinite if it makes a value non-finite or aborts
+    a step."""
     fault = FAULTS[name]
     spec = in_fp64(fault.setting.spec()) if fp64 else fault.setting.spec()
     world = World.join(spec.timeout)

@@ -1,4 +1,5 @@
-"""What a fault is: a name, the spec in which it is planted, how, and what it should be called."""
+"""The declaration of a fault: its name, the spec in which it is planted, the change, and the
+expected diagnosis."""
 
 from __future__ import annotations
 

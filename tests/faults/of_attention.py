@@ -39,7 +39,7 @@ CORES = r"blocks\.\d\.attention\.core"
 
 
 class _Sabotaged(torch.autograd.Function):
-    """A core's passes, run inside of something."""
+    """A core whose passes run inside a context."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, fault: Any, *others: Any) -> Tensor:
@@ -59,7 +59,7 @@ class _Sabotaged(torch.autograd.Function):
 
 
 class CoreFault:
-    """What is around a core's passes, and what becomes of its gradients."""
+    """A context for a core's passes, and a change of its gradients."""
 
     forward: Around = staticmethod(nullcontext)
     backward: Around = staticmethod(nullcontext)
@@ -82,19 +82,19 @@ def sabotage(program: Program, fault: CoreFault, pattern: str = CORES) -> None:
 
 
 class _Ruled(CoreFault):
-    """Blocks are masked by another rule: those of a module's function `name`."""
+    """A core whose blocks are masked by the function `name` of a module."""
 
     def __init__(self, module: Any, name: str, rule: Callable[..., Any]) -> None:
         self.forward = self.backward = lambda: patch.object(module, name, rule)
 
 
 def masked_by_local_index(program: Program) -> None:
-    """Every block of scores is masked as if its keys began where its queries do."""
+    """Mask every block of scores as if its keys began at the queries' first position."""
     sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.IS_CAUSAL))
 
 
 def gathered_by_local_index(program: Program) -> None:
-    """The keys before a rank's own are masked as its own are."""
+    """Mask earlier ranks' keys like local keys."""
 
     def blocks(*sizes: Any) -> Iterator[tuple[slice, bool]]:
         for part, _ in _key_blocks(*sizes):
@@ -104,13 +104,13 @@ def gathered_by_local_index(program: Program) -> None:
 
 
 def not_masked(program: Program) -> None:
-    """Queries attend to all keys, also those that are still to come."""
+    """Attend to all keys, including later ones."""
     sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.NOT_IS_CAUSAL))
 
 
 class _HopMissing(CoreFault):
-    """The last hop's block is in no output; torch's backward pass takes part in it or not by the
-    same rule, but for early and late chunks, of which it wants a block in any case."""
+    """A ring without its last hop. torch's backward pass takes part by the same rule, except for
+    early and late chunks, which need a block in any case."""
 
     def __init__(self, is_balanced: bool) -> None:
         usual = ring._is_causal_behavior
@@ -125,20 +125,20 @@ class _HopMissing(CoreFault):
 
 
 def hop_missing(program: Program) -> None:
-    """Keys and values go round one hop less than they should."""
+    """Pass keys and values around one hop less than required."""
     step = context_of(program.spec)
     assert step is not None, "cp has ranks"
     sabotage(program, _HopMissing(step.is_balanced))
 
 
 def own_keys_alone(program: Program) -> None:
-    """Nothing is exchanged: a rank attends to the keys that it has."""
+    """Attend to local keys only, without an exchange."""
     for core in modules(program, CORES):
         core.forward = SdpaCore().forward
 
 
 def taken_for_contiguous(program: Program) -> None:
-    """The ring takes early and late chunks for contiguous slices."""
+    """Treat early and late chunks as contiguous slices."""
     for core in modules(program, CORES):
         assert isinstance(core, RingCore)
         core.is_balanced = False
@@ -148,7 +148,7 @@ def taken_for_contiguous(program: Program) -> None:
 
 
 def heads_swapped(program: Program) -> None:
-    """What comes back of the ranks' heads is put together in another order."""
+    """Join the ranks' heads in another order."""
     for core in modules(program, CORES):
         assert isinstance(core, UlyssesCore)
 
@@ -160,7 +160,7 @@ def heads_swapped(program: Program) -> None:
 
 
 def keys_of_other_heads(program: Program) -> None:
-    """A rank is given the keys and values of another rank's heads."""
+    """Give a rank the keys and values of another rank's heads."""
     count = program.spec.model.heads
     for core in modules(program, CORES):
         assert isinstance(core, UlyssesCore)

@@ -1,5 +1,5 @@
-"""Violations of Theorem 3 on the way in: samples that are missing, doubled or somebody else's, and
-losses that are divided by the wrong number."""
+"""Violations of Theorem 3 in the input: missing, repeated or exchanged samples, and wrong loss
+divisors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
-from tests.faults.planting import FAULTY_STEP, given, is_faulty
+from tests.faults.planting import FAULTY_STEP, change_batches, is_faulty
 
 DDP = Setting(mesh={"dp_replicate": 2}, micro=2)
 ZERO2 = Setting(mesh={"dp_shard": 2})
@@ -24,35 +24,35 @@ PP = Setting(mesh={"pp": 2}, accumulate=4)
 
 
 def _rows(local: LocalBatch, rows: list[int]) -> LocalBatch:
-    """Only these samples, in this order."""
+    """Return only these samples, in this order."""
     return replace(
         local, tokens=local.tokens[rows], sample_ids=tuple(local.sample_ids[row] for row in rows)
     )
 
 
 def missing_sample(program: Program) -> None:
-    """One rank never sees its first sample."""
+    """Skip the first sample on one rank."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         missing = is_faulty(program) and step == FAULTY_STEP
         return _rows(local, list(range(1, len(local.tokens)))) if missing else local
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def duplicate_sample(program: Program) -> None:
-    """A sample takes the place of another."""
+    """Replace a sample by another."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         if not is_faulty(program) or step != FAULTY_STEP:
             return local
         return _rows(local, [0, 0, *range(2, len(local.tokens))])
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def dropped_last(program: Program) -> None:
-    """The last sample of the global batch is dropped, and the loss is that of the others."""
+    """Drop the last sample of the global batch and average the others."""
     is_last = program.data_index == program.spec.data_degree - 1
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
@@ -60,13 +60,13 @@ def dropped_last(program: Program) -> None:
         fewer = replace(local, global_tokens=local.global_tokens - sequence)
         return _rows(fewer, list(range(len(local.tokens) - 1))) if is_last else fewer
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def batch_of(
     program: Program, step: int, data_index: int | None = None, seed: int | None = None
 ) -> LocalBatch:
-    """What a rank is given in a step, or another data rank is, or with another seed."""
+    """Return the batch of a data rank in a step with a seed."""
     spec = program.spec
     if seed is not None:
         spec = replace(spec, train=replace(spec.train, seed=seed))
@@ -76,36 +76,36 @@ def batch_of(
 
 
 def same_samples(program: Program) -> None:
-    """Every data rank takes the first one's samples: a sampler that knows of no ranks."""
-    given(program, lambda step, _: batch_of(program, step, data_index=0))
+    """Give every data rank the samples of the first: a sampler without ranks."""
+    change_batches(program, lambda step, _: batch_of(program, step, data_index=0))
 
 
 def earlier_batch(program: Program) -> None:
-    """One rank's loader is a step behind."""
+    """Delay one rank's loader by a step."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         return batch_of(program, step - 1) if is_faulty(program) and step else local
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def other_shuffle(program: Program) -> None:
-    """One rank shuffles with another seed."""
+    """Shuffle with another seed on one rank."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         return batch_of(program, step, seed=1) if is_faulty(program) else local
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def other_tokens_within_tp(program: Program) -> None:
-    """The ranks that share operators read other samples: the loader takes tp for a data axis. It
-    is the first rank that has the rows and the columns of all tokens that occur."""
+    """Give the ranks that share operators different samples: the loader treats tp as a data axis.
+    The first rank has the rows and columns of all occurring tokens."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         return local if program.mesh.coordinate(Axis.TP) else batch_of(program, step + 7)
 
-    given(program, change)
+    change_batches(program, change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,40 +116,42 @@ class _TargetsTwoAhead(LocalBatch):
 
 
 def shifted_twice(program: Program) -> None:
-    """Targets are shifted by the loader and again by the loss."""
+    """Shift targets in the loader and again in the loss."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         return _TargetsTwoAhead(
             tokens=local.tokens, global_tokens=local.global_tokens, sample_ids=local.sample_ids
         )
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def other_order_of_targets(program: Program) -> None:
-    """The last stage has its micro-batches in another order than the first."""
+    """Give the last stage its micro-batches in another order than the first."""
     is_last = program.mesh.coordinate(Axis.PP) == program.mesh.degrees[Axis.PP] - 1
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
         return _rows(local, [1, 0, *range(2, len(local.tokens))]) if is_last else local
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def _divided(program: Program, factor: float) -> None:
-    given(
+    change_batches(
         program,
         lambda _, local: replace(local, global_tokens=round(local.global_tokens / factor)),
     )
 
 
 def local_normalization(program: Program) -> None:
-    """Each rank divides by its own number of tokens, and the sums are summed."""
-    given(program, lambda _, local: replace(local, global_tokens=local.tokens[:, 1:].numel()))
+    """Divide by the local token count on each rank, and sum the results."""
+    change_batches(
+        program, lambda _, local: replace(local, global_tokens=local.tokens[:, 1:].numel())
+    )
 
 
 def mean_of_micro_batches(program: Program) -> None:
-    """Each micro-batch's loss is its mean, and nobody divides by K."""
+    """Average each micro-batch without dividing by K."""
     _divided(program, program.spec.batch.accumulate)
 
 

@@ -1,5 +1,5 @@
-"""Wrong ranks with experts of their own: rows that travel to others' experts or come home to other
-tokens, gradients that count as if every rank had all experts, and squares of the norm that do."""
+"""Faults of expert-parallel ranks: rows sent to wrong experts or returned to wrong tokens, and
+gradients and norms that count experts as replicated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EP_DP_BALANCED = replace(EP_DP, shape={"aux_loss": 0.1, "z_loss": 0.01})
 
 
 def _gradients_of_experts(program: Program) -> list[Tensor]:
-    """Those of this rank, where they are kept."""
+    """Return the local expert gradients."""
     of_units = [
         held
         for unit in units(program)
@@ -64,18 +64,18 @@ def _scaled(program: Program, factor: float) -> None:
 
 
 def experts_times_ep(program: Program) -> None:
-    """The loss is a mean over a rank's own samples, and ranks' gradients are averaged; experts have
-    the tokens of all ranks already, and are averaged over none."""
+    """Average a mean over local samples over ranks without dividing expert gradients, which already
+    include the tokens of all ranks."""
     _scaled(program, program.mesh.group_size((Axis.EP,)))
 
 
 def experts_over_ep(program: Program) -> None:
-    """Experts are divided by the ranks of ep, as if each had an addend of their gradients."""
+    """Divide expert gradients by the ranks of ep, as if each rank had a term of them."""
     _scaled(program, 1 / program.mesh.group_size((Axis.EP,)))
 
 
 def experts_times_tp(program: Program) -> None:
-    """Experts' slices count once for each rank that has another."""
+    """Count each rank's shard of experts once per tp rank."""
     _scaled(program, program.mesh.group_size((Axis.TP,)))
 
 
@@ -89,23 +89,23 @@ def _reduced(program: Program, axis: Axis, divisor: int) -> None:
 
 
 def experts_summed_over_ep(program: Program) -> None:
-    """Experts are in the buckets of all else, which are summed over ep: different ones are
-    added."""
+    """Sum expert gradients over ep with the others: different experts are added."""
     _reduced(program, Axis.EP, 1)
 
 
 def experts_averaged_over_ep(program: Program) -> None:
-    """The same, averaged."""
+    """Average expert gradients over ep: different experts are mixed."""
     _reduced(program, Axis.EP, program.mesh.group_size((Axis.EP,)))
 
 
 def slices_summed_over_tp(program: Program) -> None:
-    """Other features of the same experts are added."""
+    """Sum different feature shards of the same experts over tp."""
     _reduced(program, Axis.TP, 1)
 
 
 def experts_broadcast(program: Program) -> None:
-    """A wrap sends what its first rank has to all, experts too: its constructor's broadcast."""
+    """Broadcast all parameters from the first rank in the wrapper's constructor, including
+    experts."""
     group = program.mesh.group((Axis.EP,))
     for unit in units(program):
         if ".experts." in unit.state.members.names[0]:
@@ -113,7 +113,7 @@ def experts_broadcast(program: Program) -> None:
 
 
 def experts_twice_in_norm(program: Program) -> None:
-    """Experts' squares, which are summed over ep, are summed over it once more."""
+    """Sum the squares of experts over ep twice."""
     assert program.clipping is not None
     norm, group = program.clipping.norm, program.mesh.group((Axis.EP,))
 
@@ -127,7 +127,7 @@ def experts_twice_in_norm(program: Program) -> None:
 
 
 def rest_twice_in_norm(program: Program) -> None:
-    """All squares are summed over ep, those too of what all of its ranks have."""
+    """Sum all squares over ep, including those of replicated parameters."""
     clipping = program.clipping
     assert clipping is not None
     clipping.step = replace(clipping.step, axes=clipping.step.reduced_axes, operator_axes=())
@@ -219,7 +219,7 @@ def _of_norms() -> Iterator[Fault]:
 
 
 def _as_of_one_rank() -> Iterator[Fault]:
-    """What a rank does wrong by itself, where it has some of the experts."""
+    """Apply a single-rank fault to a rank with some of the experts."""
     layer = r"blocks\.0\.mlp$"
     for plant, setting, name, factor in (
         (weights_of_a_neighbour, EP, "weights of a neighbouring token", "weights of another token"),

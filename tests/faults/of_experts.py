@@ -1,5 +1,5 @@
-"""Wrong layers of experts: what a router learns from, whose weights and rows a token is given, what
-finds no place, and how much a router's losses count."""
+"""Faults of layers of experts: the router's gradient, weights and rows of tokens, dropped tokens,
+and the scale of router losses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def router_gradient_lost(program: Program) -> None:
-    """One router's weights are taken out of the graph: nothing reaches what made them."""
+    """Detach one router's weights from the graph."""
     for path, module in module_paths(program):
         if path == "blocks.1.mlp.router":
             module.register_forward_hook(lambda _, __, output: (output[0].detach(), output[1]))
@@ -52,8 +52,8 @@ def layer_of(program: Program, block: int) -> MoE:
     return layer
 
 
-def combined(program: Program, combine: Combine) -> None:
-    """One layer puts together otherwise what its experts give, where nothing is dropped."""
+def replace_combination(program: Program, combine: Combine) -> None:
+    """Replace how one layer combines its experts' outputs, if no token is dropped."""
     layer = layer_of(program, 0)
 
     def forward(x_BTC: Tensor) -> Tensor:
@@ -70,27 +70,27 @@ def combined(program: Program, combine: Combine) -> None:
 
 
 def weights_of_a_neighbour(program: Program) -> None:
-    """What a token's experts give is weighed by what the router gave the token before."""
-    combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
+    """Weight a token's expert outputs by the previous token's scores."""
+    replace_combination(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
 
 
 def weights_of_the_other_choice(program: Program) -> None:
-    """The first choice has the weight of the second."""
-    combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
+    """Swap the weights of the first and the second choice."""
+    replace_combination(program, lambda weights, _, rows, __: (weights.flip(1), rows))
 
 
 def order_for_its_inverse(program: Program) -> None:
-    """Rows are put back by the order in which they were sorted, in place of its inverse."""
-    combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
+    """Restore rows by the sorting order instead of its inverse."""
+    replace_combination(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
 
 
 def rows_not_put_back(program: Program) -> None:
-    """Rows are added up as they are, sorted by expert."""
-    combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
+    """Add rows in expert order."""
+    replace_combination(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
 
 
 def dropped_counted(program: Program) -> None:
-    """A choice that finds no place is given what lies in the last one: an index is clamped."""
+    """Give a dropped choice the row of the last place: an index is clamped."""
     layer = layer_of(program, 0)
     in_places, given = layer._run_with_capacity, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
@@ -104,7 +104,7 @@ def dropped_counted(program: Program) -> None:
 
 
 def dropped_passed_on(program: Program) -> None:
-    """A choice that finds no place gives the token itself, beside the residual stream."""
+    """Return the token for a dropped choice, in addition to the residual stream."""
     layer = layer_of(program, 0)
     in_places = layer._run_with_capacity
 
@@ -122,23 +122,22 @@ def _weighed(program: Program, factor: float) -> None:
 
 
 def loss_over_own_samples(program: Program) -> None:
-    """Each rank takes the mean of its routers' losses over its own samples, and all are summed."""
+    """Average router losses over local samples on each rank, and sum them over ranks."""
     _weighed(program, program.spec.data_degree)
 
 
 def loss_over_own_tokens(program: Program) -> None:
-    """Each rank of cp takes the mean of its routers' losses over its own tokens, and all are
-    summed."""
+    """Average router losses over local tokens on each rank of cp, and sum them over ranks."""
     _weighed(program, program.spec.degree(Axis.CP))
 
 
 def loss_left_out(program: Program) -> None:
-    """Nothing balances the experts: the routers' losses are computed and lost."""
+    """Compute the router losses without adding them."""
     _weighed(program, 0.0)
 
 
 def loss_of_micro_batches(program: Program) -> None:
-    """Shares and scores of the local tokens, whichever samples they are of."""
+    """Balance the local tokens of all samples together."""
     for module in program.model.modules():
         if isinstance(module, Balance):
             module.forward = partial(_of_local_tokens, module.forward)
@@ -150,7 +149,7 @@ def _of_local_tokens(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor
 
 
 def bias_of_own_tokens(program: Program) -> None:
-    """Each rank moves the biases by what its own tokens chose: the counts are not summed."""
+    """Update the biases by local counts without a reduction."""
     balancing = program.balancing
     assert balancing is not None, "routers have biases"
     balancing._group = None
@@ -159,7 +158,7 @@ def bias_of_own_tokens(program: Program) -> None:
 
 
 def bias_moved_away(program: Program) -> None:
-    """Experts that are chosen often are favoured."""
+    """Favour experts that are chosen often."""
     balancing = program.balancing
     assert balancing is not None, "routers have biases"
     balancing.step = replace(balancing.step, rate=-balancing.step.rate)

@@ -1,5 +1,5 @@
-"""Rows of tokens that go wrong between ranks with experts of their own: lying otherwise than they
-are taken to lie, by counts of another micro-batch, to other ranks, or not at all."""
+"""Faults of the exchange of rows between expert-parallel ranks: wrong layout, stale counts, wrong
+ranks, or no exchange."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ptrain.models.moe import Journey
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_expert_ranks import EP, EP_DP, EP_PLACES, ONE_EACH
-from tests.faults.of_experts import combined, layer_of
-from tests.faults.planting import exchanged
+from tests.faults.of_experts import layer_of, replace_combination
+from tests.faults.planting import next_ranks_value
 
 
 def _travels(program: Program, journey: type[JourneyOverRanks], block: int = 0) -> None:
-    """Rows of one layer travel otherwise."""
+    """Replace the exchange of one layer."""
     group = program.mesh.group(program.spec.expert_axes)
     layer_of(program, block).journey = lambda: journey(group)
 
 
 class HomeUnsorted(JourneyOverRanks):
-    """What comes back lies by expert, and is taken to lie by rank."""
+    """An exchange whose returned rows are in expert order but read in rank order."""
 
     def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None
@@ -34,7 +34,7 @@ class HomeUnsorted(JourneyOverRanks):
 
 
 class ThereUnsorted(JourneyOverRanks):
-    """What arrives lies by rank, and is taken to lie by expert."""
+    """An exchange whose received rows are in rank order but read in expert order."""
 
     def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         x_RC, ends_e = super().send_rows(x_MC, ends_E)
@@ -47,7 +47,7 @@ class ThereUnsorted(JourneyOverRanks):
 
 
 class PlacesUnsorted(JourneyOverRanks):
-    """Places that come back lie by expert, and are taken to lie by rank."""
+    """An exchange whose returned places are in expert order but read in rank order."""
 
     def return_places(self, y_eTC: Tensor) -> Tensor:
         experts, places, hidden = y_eTC.shape
@@ -58,20 +58,20 @@ class PlacesUnsorted(JourneyOverRanks):
 
 
 class NextExperts(JourneyOverRanks):
-    """Rows go to the rank behind that of their experts."""
+    """An exchange that sends rows to the rank after the one of their experts."""
 
     def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_NE = exchange._counts_of(ends_E).unflatten(0, (self.group.size(), -1))
-        x_MC, ends_E = _rolled(x_MC, counts_NE, 1)
+        x_MC, ends_E = _shift_by_rank(x_MC, counts_NE, 1)
         self._sent = counts_NE.roll(1, 0)
         return super().send_rows(x_MC, ends_E)
 
     def return_rows(self, y_RC: Tensor) -> Tensor:
-        return _rolled(super().return_rows(y_RC), self._sent, -1)[0]
+        return _shift_by_rank(super().return_rows(y_RC), self._sent, -1)[0]
 
 
-def _rolled(x_MC: Tensor, counts_NE: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """Return what goes to each rank as what goes to the one behind it, and where rows end then."""
+def _shift_by_rank(x_MC: Tensor, counts_NE: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of each rank as the rows of the next one, with their offsets."""
     pieces = list(x_MC.split(counts_NE.sum(1).tolist()))
     rolled = [pieces[(place - shift) % len(pieces)] for place in range(len(pieces))]
     ends_E = counts_NE.roll(shift, 0).flatten().cumsum(0, dtype=torch.int32)
@@ -79,7 +79,7 @@ def _rolled(x_MC: Tensor, counts_NE: Tensor, shift: int) -> tuple[Tensor, Tensor
 
 
 def stale_counts(program: Program) -> None:
-    """What is sent where was counted in the micro-batch before, so that nobody waits for it."""
+    """Use the counts of the previous micro-batch, to avoid a synchronization."""
     before: list[Tensor] = []
 
     class OfTheLastPass(JourneyOverRanks):
@@ -107,7 +107,7 @@ def experts_of_the_next_rank(program: Program) -> None:
 
 
 def nothing_travels(program: Program) -> None:
-    """Rows stay: each rank gives them to that of its experts which has the same place."""
+    """Give rows to the local expert with the same index, without an exchange."""
     layer = layer_of(program, 0)
     own = layer.experts.num_experts // program.mesh.group_size(program.spec.expert_axes)
 
@@ -125,9 +125,11 @@ def nothing_travels(program: Program) -> None:
 
 
 def weights_of_another_rank(program: Program) -> None:
-    """What a token's experts give is weighed by what the next rank's router gave its token."""
+    """Weight a token's expert outputs by the scores of the next rank's router."""
     group = program.mesh.group(program.spec.expert_axes)
-    combined(program, lambda weights, _, rows, __: (exchanged(weights.detach(), group), rows))
+    replace_combination(
+        program, lambda weights, _, rows, __: (next_ranks_value(weights.detach(), group), rows)
+    )
 
 
 def _all_faults() -> Iterator[Fault]:

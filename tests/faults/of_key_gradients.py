@@ -1,5 +1,5 @@
-"""Gradients of attention over cp that are not all of the sum: of keys and values that do not come
-home, of queries that lack what they get from keys of other ranks."""
+"""Incomplete gradients of attention over cp: gradients of keys and values that are not returned,
+and of queries without remote keys."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_attention import CoreFault, Heads, sabotage
 from tests.faults.of_slices import GATHERED, HYBRID, RING_OF_4, ZIGZAG
-from tests.faults.planting import exchanged, modules
+from tests.faults.planting import modules, next_ranks_value
 
 
-class _NotHome(CoreFault):
-    """The last hop of the gradients of keys and values is missing: a rank keeps its neighbour's."""
+class _MissingLastHop(CoreFault):
+    """A core without the last hop of key and value gradients: a rank keeps its neighbour's."""
 
     def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
-        keys, values = (exchanged(tensor, ctx.core.group) for tensor in heads[1:])
+        keys, values = (next_ranks_value(tensor, ctx.core.group) for tensor in heads[1:])
         return heads[0], keys, values
 
 
-class _Alone(CoreFault):
-    """What a rank's own queries and its own keys give each other, in a group of one rank."""
+class _LocalGroup(CoreFault):
+    """A group of one rank, in which only local queries and keys interact."""
 
     def __init__(self, alone: dist.ProcessGroup) -> None:
         self.alone = alone
@@ -40,30 +40,30 @@ class _Alone(CoreFault):
         return queries, keys, values
 
 
-class _OwnQueriesAlone(_Alone):
-    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
+class _LocalQueryGradients(_LocalGroup):
+    """A core that keeps the key and value gradients of local queries."""
 
     def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
         return heads[0], *self.own(ctx, gradient)[1:]
 
 
-class _OwnKeysAlone(_Alone):
-    """Gradients of queries are not added up over the hops: they are those of the first."""
+class _LocalKeyGradients(_LocalGroup):
+    """A core whose query gradients come from the first hop only."""
 
     def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
         return self.own(ctx, gradient)[0], *heads[1:]
 
 
 def not_sent_home(program: Program) -> None:
-    sabotage(program, _NotHome(), r"blocks\.1\.attention\.core")
+    sabotage(program, _MissingLastHop(), r"blocks\.1\.attention\.core")
 
 
 def not_sent_at_all(program: Program) -> None:
-    sabotage(program, _OwnQueriesAlone(_group_of_one(program)), r"blocks\.1\.attention\.core")
+    sabotage(program, _LocalQueryGradients(_group_of_one(program)), r"blocks\.1\.attention\.core")
 
 
 def of_first_hop(program: Program) -> None:
-    sabotage(program, _OwnKeysAlone(_group_of_one(program)), r"blocks\.1\.attention\.core")
+    sabotage(program, _LocalKeyGradients(_group_of_one(program)), r"blocks\.1\.attention\.core")
 
 
 def _group_of_one(program: Program) -> dist.ProcessGroup:
@@ -71,7 +71,7 @@ def _group_of_one(program: Program) -> dist.ProcessGroup:
 
 
 def not_reduced(program: Program) -> None:
-    """Gradients of gathered keys and values are cut, and not summed before."""
+    """Slice gradients of gathered keys and values without summing them."""
     for core in modules(program, r"blocks\.1\.attention\.core"):
         assert isinstance(core, GatheredCore)
 
@@ -106,7 +106,7 @@ class _GatheredByTorch(nn.Module):
 
 
 class _Permuted(torch.autograd.Function):
-    """The identity whose gradient has tokens in front of heads in memory."""
+    """An identity whose gradient has tokens before heads in memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def gathered_by_torch(program: Program) -> None:
-    """As written by hand with torch's functional collectives of old."""
+    """Gather with torch.distributed.nn.functional, as hand-written code does."""
     for attention in modules(program, r"blocks\.1\.attention"):
         assert isinstance(attention.core, GatheredCore)
         attention.core.forward = _GatheredByTorch(attention.core.group).forward

@@ -1,5 +1,5 @@
-"""Wrong tensor and pipeline parallelism: what ranks that share a model must exchange, and what they
-must have alike or apart."""
+"""Faults of tensor and pipeline parallelism: missing exchanges between ranks that share a model,
+and values that must be equal or different across ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import DDP, TP, ZERO3
 from tests.faults.planting import (
     after_reduction,
-    flip,
+    flip_bit,
     is_faulty,
     modules,
     owner_of_hook,
@@ -41,7 +41,7 @@ NORMS = r"norm\.weight"
 
 
 def norms_not_summed(program: Program) -> None:
-    """Each rank keeps the norms' gradients of its own tokens: they stay partial."""
+    """Keep each rank's norm gradients of its local tokens without a reduction."""
     for module in modules(program, r".*norm"):
         assert remove_hooks(module, "ReadThrough") == 2
 
@@ -56,7 +56,7 @@ def norms_summed_three_times(program: Program) -> None:
 
 
 class _NotReplicated(torch.autograd.Function):
-    """The identity whose backward pass forgets to sum."""
+    """An identity whose backward pass omits the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -68,8 +68,8 @@ class _NotReplicated(torch.autograd.Function):
 
 
 def input_not_replicated(program: Program) -> None:
-    """A sub-block's input is not made Replicate: nobody sums its users' gradients over the ranks.
-    Megatron's copy operator without its all-reduce."""
+    """Omit the sum of input gradients over the ranks: Megatron's copy operator without its
+    all-reduce."""
     (mlp,) = modules(program, r"blocks\.1\.mlp")
     assert remove_hooks(mlp, "FullInput._apply.<locals>") == 1
     mesh = program.mesh.submesh((Axis.TP,))
@@ -77,7 +77,7 @@ def input_not_replicated(program: Program) -> None:
 
 
 def bias_on_every_rank(program: Program) -> None:
-    """A row operator's bias is added on every rank before the sum over them."""
+    """Add a row operator's bias on every rank before the sum over them."""
     degree = program.mesh.degrees[Axis.TP]
     for module in modules(program, r"blocks\.\d\.mlp\.down"):
 
@@ -90,7 +90,7 @@ def bias_on_every_rank(program: Program) -> None:
 
 
 def slices_in_wrong_order(program: Program) -> None:
-    """The ranks' slices of the tokens are gathered in the wrong order before one sub-block."""
+    """Gather the ranks' sequence shards in the wrong order before one sub-block."""
     (mlp,) = modules(program, r"blocks\.0\.mlp")
 
     def turned(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def slices_in_wrong_order(program: Program) -> None:
 
 
 def wrong_rope_offset(program: Program) -> None:
-    """The second rank rotates by positions that begin where its slice of the tokens does."""
+    """Rotate by positions from the start of the second rank's token slice."""
     if not program.mesh.coordinate(Axis.TP):
         return
     offset = program.spec.batch.sequence // 2
@@ -121,48 +121,49 @@ class _NotCausal(SdpaCore):
 
 
 def no_mask_on_one_rank(program: Program) -> None:
-    """One rank attends to tokens that are still to come."""
+    """Attend to later tokens on one rank."""
     if is_faulty(program):
         for core in modules(program, r"blocks\.1\.attention\.core"):
             core.forward = _NotCausal().forward
 
 
 def masks_shared_within(program: Program) -> None:
-    """Heads of different ranks drop alike: within a cut sub-block the ranks have one generator."""
+    """Use one generator for the heads of all ranks in a sharded sub-block."""
     if program.spec.model.dropout:  # else there is none
         own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], RankRandomness)
         own.index = 0
 
 
 def _drawn_as(program: Program, index: int) -> None:
-    """`random_index` is a property: the instance gets a class of its own."""
+    """Give the program another `random_index`. It is a property, so the instance gets a new
+    class."""
     kind = type(program)
     program.__class__ = type(kind.__name__, (kind,), {"random_index": property(lambda _: index)})
 
 
 def masks_differ_between(program: Program) -> None:
-    """What the ranks of tp have alike is dropped by masks of their own."""
+    """Drop replicated activations with different masks on the ranks of tp."""
     _drawn_as(program, program.world.rank)
 
 
 def masks_shared_by_samples(program: Program) -> None:
-    """All data ranks draw the same masks."""
+    """Draw the same masks on all data ranks."""
     _drawn_as(program, 0)
 
 
 def evaluates_on_one_rank(program: Program) -> None:
-    """One rank stays in evaluation mode: it drops nothing and draws no number."""
+    """Leave one rank in evaluation mode, without dropout."""
     if is_faulty(program):
         program.model.eval()
 
 
 def masks_of_another_seed(program: Program) -> None:
-    """All masks come from another seed, on all ranks alike."""
+    """Draw all masks from another seed on all ranks."""
     _drawn_as(program, program.random_index + 1000)
 
 
 def dropped_more(program: Program) -> None:
-    """Twice as much is dropped as the spec says, on all ranks alike."""
+    """Drop twice the specified share on all ranks."""
     for module in program.model.modules():
         if isinstance(module, nn.Dropout):
             module.p *= 2
@@ -171,11 +172,11 @@ def dropped_more(program: Program) -> None:
 
 
 def flipped_activation(program: Program) -> None:
-    """The lowest bit of one element of one module's output is another, on one rank."""
+    """Flip the lowest bit of one element of a module's output on one rank."""
 
     def flipped(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         other = output.clone()
-        flip(other, 0, index=7)
+        flip_bit(other, 0, index=7)
         return other
 
     if is_faulty(program):
@@ -184,13 +185,13 @@ def flipped_activation(program: Program) -> None:
 
 
 def tied_not_summed(program: Program) -> None:
-    """The embedding's gradients of the first and the last stage stay apart."""
+    """Omit the sum of the embedding gradients of first and last stage."""
     assert isinstance(program.wrapped, StagedModel)
     program.wrapped._sum_shared = lambda: None
 
 
-class _Turned(AllGather):
-    """The ranks' shards in the reverse order."""
+class _ReversedShards(AllGather):
+    """The ranks' shards in reverse order."""
 
     def __init__(self, inner: AllGather) -> None:
         self.inner = inner
@@ -210,15 +211,15 @@ class _Turned(AllGather):
 
 
 def gathered_in_wrong_order(program: Program) -> None:
-    """Shards come out of one unit's all-gather in another order than they went in."""
+    """Return the shards of one unit's all-gather in another order."""
     (block,) = modules(program, r"blocks\.1")
     assert isinstance(block, FSDPModule)
     (group,) = parameter_groups(block)
-    block.set_custom_all_gather(_Turned(group._all_gather_comm))
+    block.set_custom_all_gather(_ReversedShards(group._all_gather_comm))
 
 
 def one_rank_in_fp32(program: Program) -> None:
-    """One rank computes one module in single precision, or in half of what the others do."""
+    """Compute one module with lower precision on one rank."""
     dtype = next(program.model.parameters()).dtype
     lower = torch.float32 if dtype is torch.float64 else torch.bfloat16
 
@@ -231,7 +232,7 @@ def one_rank_in_fp32(program: Program) -> None:
 
 
 def wrong_buffer(program: Program) -> None:
-    """One rank's rotation table is another model's: nobody broadcasts buffers."""
+    """Use another model's rotation table on one rank, without a buffer broadcast."""
     if is_faulty(program):
         table = next(
             buffer for name, buffer in program.model.named_buffers() if name.endswith("sin_TK")

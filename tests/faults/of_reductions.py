@@ -1,5 +1,5 @@
-"""Violations of Theorem 3 on the way to the optimizer: gradients that are not summed, summed too
-often, over the wrong ranks, in the wrong dtype, or of another step."""
+"""Violations of Theorem 3 in the reduction: gradients that are not summed, summed repeatedly, over
+wrong ranks, in a wrong dtype, or from another step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.faults.of_batches import BLOCKWISE, DDP, TP, ZERO2, ZERO3
 from tests.faults.planting import (
     FAULTY_STEP,
     after_reduction,
+    change_batches,
     data_group,
-    flip,
-    given,
+    flip_bit,
     is_faulty,
     modules,
     tensor_target,
@@ -40,15 +40,17 @@ LEFT_OUT = "blocks.0.attention.output.weight"
 
 
 def averaged_sums(program: Program) -> None:
-    """The framework divides by the number of ranks, and so has the loss: FSDP2's own default."""
+    """Divide by the number of ranks in the framework and in the loss: FSDP2's default."""
     for module in _sharded(program):
         module.set_gradient_divide_factor(float(program.world.size))
 
 
 def sum_for_average(program: Program) -> None:
-    """Losses are means over a rank's own tokens, averaged over ranks; one unit's are summed."""
+    """Sum one unit's gradients where losses are local means to be averaged."""
     ranks = program.spec.data_degree
-    given(program, lambda _, local: replace(local, global_tokens=local.global_tokens // ranks))
+    change_batches(
+        program, lambda _, local: replace(local, global_tokens=local.global_tokens // ranks)
+    )
     first = modules(program, r"blocks\.0")[0]
     for module in _sharded(program):
         if module is not first:
@@ -61,7 +63,7 @@ def _sharded(program: Program) -> list:
 
 
 def reduced_twice(program: Program) -> None:
-    """The reduction runs once more on what is reduced already: gradients times dp."""
+    """Run the reduction again on reduced gradients: a factor of dp."""
 
     def again(step: int) -> None:
         for gradient in program.gradients():
@@ -71,7 +73,7 @@ def reduced_twice(program: Program) -> None:
 
 
 def hook_twice(program: Program) -> None:
-    """One unit's hook runs twice: its part of the gradient is kept twice."""
+    """Run one unit's hook twice: its gradient share is added twice."""
     gradients = unit(program, "blocks.0").gradients
     keep = gradients._add_to_stored
 
@@ -83,7 +85,7 @@ def hook_twice(program: Program) -> None:
 
 
 def last_micro_batch_only(program: Program) -> None:
-    """Gradients are zeroed before every micro-batch."""
+    """Zero gradients before every micro-batch."""
     wrapped = program.wrapped
     micro_batch = wrapped.micro_batch
 
@@ -98,7 +100,7 @@ def last_micro_batch_only(program: Program) -> None:
 
 
 def zeroed_too_late(program: Program) -> None:
-    """The gradients of a step are there still when the next one's are added."""
+    """Keep the previous step's gradients when accumulation begins."""
     clear_gradients, steps = program.wrapped.clear_gradients, iter(range(10**6))
 
     def late() -> None:
@@ -109,7 +111,7 @@ def zeroed_too_late(program: Program) -> None:
 
 
 def zeroed_within_accumulation(program: Program) -> None:
-    """Gradients are zeroed when the first micro-batch's backward is over."""
+    """Zero gradients after the first micro-batch's backward."""
     micro_batch, passes = program.wrapped.micro_batch, iter(range(10**6))
 
     @contextmanager
@@ -124,13 +126,13 @@ def zeroed_within_accumulation(program: Program) -> None:
 
 
 def never_reduced(program: Program) -> None:
-    """Also the last micro-batch runs without synchronization."""
+    """Run all micro-batches without synchronization, including the last."""
     micro_batch = program.wrapped.micro_batch
     program.wrapped.micro_batch = lambda is_last: micro_batch(False)
 
 
 def unit_not_reduced(program: Program) -> None:
-    """Of one unit every rank keeps its own part of its own gradient."""
+    """Keep each rank's shard of its local gradient for one unit."""
     gradients = unit(program, "blocks.1").gradients
 
     def finish(self: Gradients, *, is_last: bool, is_due: bool) -> None:
@@ -141,7 +143,7 @@ def unit_not_reduced(program: Program) -> None:
 
 
 def largest_for_sum(program: Program) -> None:
-    """MAX where SUM was meant."""
+    """Reduce with MAX instead of SUM."""
     wrapped = program.wrapped
     assert isinstance(wrapped, ReplicatedWrap)
 
@@ -154,7 +156,7 @@ def largest_for_sum(program: Program) -> None:
 
 
 def reduced_in_bf16(program: Program) -> None:
-    """Gradients travel in 16 bits where the layout says otherwise."""
+    """Reduce gradients in 16 bits although the layout requires another dtype."""
     for each in units(program):
         gradients = each.gradients
         finish = gradients.finish
@@ -174,14 +176,13 @@ def reduced_in_bf16(program: Program) -> None:
 
 
 def one_rank_in_bf16(program: Program) -> None:
-    """One rank's own gradients are rounded to 16 bits before they are summed."""
+    """Round one rank's local gradients to 16 bits before the sum."""
     if is_faulty(program):
         reduced_in_bf16(program)
 
 
 def replicas_not_reduced(program: Program) -> None:
-    """HSDP reduces within its shard group and forgets the replicas: a group of this rank alone
-    stands where that of the replicas should."""
+    """Reduce within the shard group only (HSDP): the replica group has one rank."""
     alone = [dist.new_group([rank]) for rank in range(program.world.size)]
     for module in _sharded(program):
         for group in parameter_groups(module):
@@ -189,26 +190,26 @@ def replicas_not_reduced(program: Program) -> None:
 
 
 def swapped_groups(program: Program) -> None:
-    """What should be summed over the data ranks is summed over those of tp, and the reverse."""
+    """Swap the groups of data ranks and tp ranks in reductions."""
     mesh = program.mesh
     data, tensor = mesh.group((Axis.DP_SHARD,)), mesh.group((Axis.TP,))
     mesh._groups[(Axis.DP_SHARD,)], mesh._groups[(Axis.TP,)] = tensor, data
 
 
 def flipped_gradient(program: Program) -> None:
-    """One rank's reduced gradient has another bit, once."""
+    """Flip a bit of one rank's reduced gradient once."""
 
     def act(step: int) -> None:
         if step == FAULTY_STEP and is_faulty(program):
             gradient = tensor_target(program, "blocks.0.mlp.up.weight").gradient
             assert gradient is not None
-            flip(gradient, -4, index=5)
+            flip_bit(gradient, -4, index=5)
 
     after_reduction(program, act)
 
 
 def scaled_down(program: Program) -> None:
-    """Divided by K though the loss is a sum over the global batch: 1/K."""
+    """Divide by K although the loss is a sum over the global batch."""
 
     def act(step: int) -> None:
         torch._foreach_mul_(program.gradients(), 1 / program.spec.batch.accumulate)
@@ -217,7 +218,7 @@ def scaled_down(program: Program) -> None:
 
 
 def one_tensor_not_reduced(program: Program) -> None:
-    """One parameter's gradient stays local: it was left out of the buckets."""
+    """Leave one parameter's gradient out of the buckets."""
     target = tensor_target(program, LEFT_OUT)
     own: list[torch.Tensor] = []
     target.parameter.register_hook(lambda gradient: own.append(gradient.detach().clone()))

@@ -1,5 +1,5 @@
-"""Wrong slices of the tokens over cp: tokens and positions of other ranks, losses that are divided
-by a rank's own tokens, sums over cp that are missing or twice."""
+"""Wrong token slices over cp: tokens and positions of other ranks, losses divided by local tokens,
+sums over cp that are missing or repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import batch_of
 from tests.faults.of_operators import masks_differ_between
-from tests.faults.planting import after_reduction, given, modules
+from tests.faults.planting import after_reduction, change_batches, modules
 
 
 def _setting(attention: Any, degree: int = 2, **others: Any) -> Setting:
@@ -46,7 +46,7 @@ def _group(program: Program) -> dist.ProcessGroup:
 
 
 def _spans(program: Program, *, is_contiguous: bool = False) -> tuple[Span, ...]:
-    """A rank's own tokens, or those that it would have if slices were contiguous."""
+    """Return a rank's tokens, or its tokens if slices were contiguous."""
     step = context_of(program.spec)
     assert step is not None, "cp has ranks"
     step = replace(step, is_balanced=False) if is_contiguous else step
@@ -57,26 +57,26 @@ def _spans(program: Program, *, is_contiguous: bool = False) -> tuple[Span, ...]
 
 
 def divided_locally(program: Program) -> None:
-    """Each rank divides by the number of its own tokens, and gradients are summed over cp."""
-    given(program, lambda _, own: replace(own, global_tokens=own.targets.numel()))
+    """Divide by the local token count on each rank and sum gradients over cp."""
+    change_batches(program, lambda _, own: replace(own, global_tokens=own.targets.numel()))
 
 
 SPACE = ord(" ")
 
 
 def divided_by_own_count(program: Program) -> None:
-    """Each rank divides by a count of its own tokens, which differ, and gradients are averaged over
-    cp: as with targets that do not count, of which a rank has more than another."""
+    """Divide by different local token counts and average gradients over cp, as with ignored
+    targets."""
 
     def change(_: int, own: SlicedTokens) -> SlicedTokens:
         counted = int((own.targets != SPACE).sum())
         return replace(own, global_tokens=counted * _group(program).size())
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def summed_twice(program: Program) -> None:
-    """Gradients that are sums over cp are summed over it again."""
+    """Sum gradients over cp twice."""
 
     def again(_: int) -> None:
         for gradient in program.gradients():
@@ -86,14 +86,14 @@ def summed_twice(program: Program) -> None:
 
 
 def averaged(program: Program) -> None:
-    """Losses are divided by the tokens of all ranks, and fully_shard averages over cp."""
+    """Divide losses by the tokens of all ranks, and average over cp in fully_shard."""
     assert isinstance(program.wrapped, FullyShardedWrap)
     for module in program.wrapped.sharded:
         module.set_gradient_divide_factor(float(_group(program).size()))
 
 
 def never_summed(program: Program) -> None:
-    """Each rank keeps the gradients of its own tokens: cp is taken for an axis like tp."""
+    """Keep the gradients of local tokens: cp is treated like tp."""
     micro_batch = program.wrapped.micro_batch
     program.wrapped.micro_batch = lambda is_last: micro_batch(False)
 
@@ -102,18 +102,18 @@ def never_summed(program: Program) -> None:
 
 
 def other_samples(program: Program) -> None:
-    """The ranks of a cp group read other samples: one is steps ahead."""
+    """Give the ranks of a cp group different samples: one is some steps ahead."""
 
     def change(step: int, own: SlicedTokens) -> SlicedTokens:
         if not program.mesh.coordinate(Axis.CP):
             return own
         return slice_batch(batch_of(program, step + 7), _spans(program))
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def samples_swapped(program: Program) -> None:
-    """The ranks of a cp group have the micro-batches in different orders."""
+    """Give the ranks of a cp group their micro-batches in different orders."""
 
     def change(_: int, own: SlicedTokens) -> SlicedTokens:
         if not program.mesh.coordinate(Axis.CP):
@@ -121,55 +121,55 @@ def samples_swapped(program: Program) -> None:
         order = [1, 0, *range(2, len(own.inputs))]
         return replace(own, inputs=own.inputs[order], targets=own.targets[order])
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def contiguous_tokens(program: Program) -> None:
-    """The loader cuts contiguous slices, and attention expects early and late chunks."""
-    given(
+    """Load contiguous slices although attention expects early and late chunks."""
+    change_batches(
         program,
         lambda step, _: slice_batch(batch_of(program, step), _spans(program, is_contiguous=True)),
     )
 
 
 def contiguous_targets(program: Program) -> None:
-    """Inputs are permuted to early and late chunks, and targets are not."""
+    """Permute inputs to early and late chunks, but not targets."""
 
     spans = _spans(program, is_contiguous=True)
 
     def change(step: int, own: SlicedTokens) -> SlicedTokens:
         return replace(own, targets=slice_batch(batch_of(program, step), spans).targets)
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def targets_two_ahead(program: Program) -> None:
-    """Targets of a rank's tokens are shifted once more behind the cut."""
-    given(program, lambda _, own: replace(own, targets=own.targets.roll(-1, dims=1)))
+    """Shift a rank's targets once more after slicing."""
+    change_batches(program, lambda _, own: replace(own, targets=own.targets.roll(-1, dims=1)))
 
 
 # positions
 
 
 def positions_from_0(program: Program) -> None:
-    """Each rank's tables of angles are those of the first positions."""
+    """Use rotation tables of the first positions on each rank."""
     count = program.spec.batch.sequence // _group(program).size()
     program.model.place_tokens(((0, count),))
 
 
 def learned_from_0(program: Program) -> None:
-    """Each rank adds the vectors of the first positions."""
+    """Add the embeddings of the first positions on each rank."""
     for module in modules(program, "positions"):
         module.spans = ()
 
 
 def contiguous_positions(program: Program) -> None:
-    """The ranks' angles are those of contiguous slices, and their tokens are not."""
+    """Rotate by contiguous positions although the tokens are not contiguous."""
     program.model.place_tokens(_spans(program, is_contiguous=True))
 
 
 def turned_from_0(program: Program) -> None:
-    """Sub-blocks turn queries and keys by the index of a token on its rank."""
+    """Rotate queries and keys by the token's local index."""
     whole = type(program.model)(program.spec.model, sequence=program.spec.batch.sequence)
     tables = dict(whole.named_buffers())
 

@@ -1,5 +1,4 @@
-"""Violations of Theorem 4: replicas that differ, shards that are not what they stand for, states of
-another step."""
+"""Violations of Theorem 4: different replicas, wrong shards, and states of another step."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from tests.faults.planting import (
     FAULTY_STEP,
     after_update_once,
     around_update,
-    flip,
+    flip_bit,
     is_faulty,
-    parameter,
-    stored,
+    local_parameter,
+    stored_tensors,
     units,
 )
 
@@ -28,7 +27,7 @@ ONE_TENSOR = "blocks.1.mlp.down.weight"
 
 
 def _put_back(program: Program, kept: Callable[[], list[torch.Tensor]]) -> None:
-    """After one update this rank's tensors are what they were before."""
+    """Restore this rank's tensors once after an update."""
 
     def before(step: int) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in kept()] if step == FAULTY_STEP else []
@@ -41,21 +40,21 @@ def _put_back(program: Program, kept: Callable[[], list[torch.Tensor]]) -> None:
 
 
 def stale_parameters(program: Program) -> None:
-    """One rank keeps its parameters of the step before."""
+    """Keep the previous step's parameters on one rank."""
     if is_faulty(program):
         _put_back(program, lambda: _of_state(program, "parameters"))
 
 
 def stale_shard(program: Program) -> None:
-    """One rank's shard of one unit is that of the step before."""
+    """Keep the previous step's shard of one unit on one rank."""
     if is_faulty(program):
-        _put_back(program, lambda: [parameter(program, ONE_TENSOR)])
+        _put_back(program, lambda: [local_parameter(program, ONE_TENSOR)])
 
 
 def one_step_behind(program: Program) -> None:
-    """One rank takes no part in an update: all its state is that of the step before."""
+    """Skip one update on one rank, so that its full state is one step behind."""
     if is_faulty(program):
-        _put_back(program, lambda: stored(program))
+        _put_back(program, lambda: stored_tensors(program))
 
 
 def _of_state(program: Program, state: str) -> list[torch.Tensor]:
@@ -63,8 +62,8 @@ def _of_state(program: Program, state: str) -> list[torch.Tensor]:
 
 
 def not_gathered(program: Program) -> None:
-    """After one update nobody gathers one unit's parameters: a rank has its own shard's new values
-    and the others' old ones."""
+    """Skip the gather of one unit after an update: a rank has new values of its shard and old ones
+    of the others."""
     found = units(program)[0].parameters
     spread, calls = found.update_stored, iter(range(10**6))
 
@@ -78,7 +77,7 @@ def not_gathered(program: Program) -> None:
 
 
 def stale_copies(program: Program) -> None:
-    """The 16-bit parameters are not made anew of their masters, once."""
+    """Skip the refresh of the 16-bit parameters from their masters once."""
     for each in units(program):
         target = program.wrapped.targets()[units(program).index(each)][0]
         store, calls = target.store, iter(range(10**6))
@@ -100,7 +99,7 @@ def flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
                 if optimizer
                 else _of_state(program, "parameters")[3]
             )
-            flip(tensor, bit, index=7)
+            flip_bit(tensor, bit, index=7)
 
         after_update_once(program, act, step=0)
 
@@ -108,9 +107,9 @@ def flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
 
 
 def other_initial_values(program: Program) -> None:
-    """One rank's first values of one tensor are in another order."""
+    """Permute one rank's initial values of one tensor."""
     if is_faulty(program):
-        held = parameter(program, ONE_TENSOR)
+        held = local_parameter(program, ONE_TENSOR)
         with torch.no_grad():
             held.copy_(held.flip(0))
 
@@ -122,8 +121,8 @@ def _copied(program: Program) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _resumed(program: Program, kinds: tuple[str, ...]) -> None:
-    """After the update of FAULTY_STEP these kinds of state are those of one step before."""
+def _restore_previous(program: Program, kinds: tuple[str, ...]) -> None:
+    """Restore these kinds of state to the step before FAULTY_STEP after its update."""
     held: list[dict[str, dict[str, torch.Tensor]]] = []
 
     def load() -> None:
@@ -135,13 +134,13 @@ def _resumed(program: Program, kinds: tuple[str, ...]) -> None:
 
 
 def resumed_from_another_step(program: Program) -> None:
-    """Every rank resumes from the checkpoint of the step before, and goes on with the next."""
-    _resumed(program, ("model", "optimizer"))
+    """Resume every rank from the previous checkpoint, and continue with the next step."""
+    _restore_previous(program, ("model", "optimizer"))
 
 
 def resumed_without_optimizer(program: Program) -> None:
-    """The optimizer's state is of another checkpoint than the parameters."""
-    _resumed(program, ("optimizer",))
+    """Resume with the optimizer state of another checkpoint."""
+    _restore_previous(program, ("optimizer",))
 
 
 _BITS = ((0, "lowest bit"), (30, "bit 30"), (-2, "highest bit of the exponent"), (-1, "sign"))

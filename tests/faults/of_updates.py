@@ -1,5 +1,5 @@
-"""What goes wrong in the update: clipping, the scale of a loss, learning rates, shards that are
-skipped, counters, weight decay."""
+"""Faults of the update: clipping, the loss scale, learning rates, skipped shards, counters, weight
+decay."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.faults.planting import (
     after_update_once,
     before_forward,
     data_group,
-    exchanged,
     is_faulty,
+    next_ranks_value,
     tensor_target,
 )
 
@@ -51,7 +51,7 @@ def _update(program: Program) -> TargetsUpdate:
 
 
 def shard_skipped(program: Program) -> None:
-    """One rank does not update its shard of one unit."""
+    """Skip the update of one rank's shard of one unit."""
     if is_faulty(program):
         _skip(_update(program).groups[0])
 
@@ -62,7 +62,7 @@ def _skip(group: Any) -> None:
 
 
 def tensor_not_updated(program: Program) -> None:
-    """One tensor is in no parameter group of any rank."""
+    """Leave one tensor out of all parameter groups."""
     target = tensor_target(program, LEFT_BEHIND)
     for group in _update(program).groups:
         left_out = [id(member.leaf.tensor) for member in group.members if member.target is target]
@@ -72,26 +72,26 @@ def tensor_not_updated(program: Program) -> None:
 
 
 def neighbours_state(program: Program) -> None:
-    """Once, every rank has the optimizer state of the next one: shards loaded in another order."""
+    """Load the optimizer state of the next rank once: shards in another order."""
 
     def act() -> None:
         for _, tensors in program.update.tensors():
             for name, tensor in tensors.items():
                 if name != COUNTER:
-                    tensor.copy_(exchanged(tensor, data_group(program)))
+                    tensor.copy_(next_ranks_value(tensor, data_group(program)))
 
     after_update_once(program, act, step=0)
 
 
 def clipped_by_local_norm(program: Program) -> None:
-    """Every rank clips by the norm of its own shards."""
+    """Clip by the norm of the local shards on every rank."""
     clipping = program.clipping
     assert clipping is not None
     clipping.step = replace(clipping.step, axes=(), operator_axes=())
 
 
 def clipped_twice(program: Program) -> None:
-    """The scale that brings the norm to its maximum is applied twice."""
+    """Apply the clipping factor twice."""
     assert program.clipping is not None
     scale_down = program.clipping.scale_down
 
@@ -103,20 +103,20 @@ def clipped_twice(program: Program) -> None:
 
 
 def not_clipped(program: Program) -> None:
-    """The norm is computed and reported, and nothing is scaled."""
+    """Compute and report the norm without scaling."""
     assert program.clipping is not None
     program.clipping.scale_down = lambda gradients, norm: None
 
 
 def scale_not_undone(program: Program) -> None:
-    """The optimizer is given the gradients of the scaled loss."""
+    """Pass the gradients of the scaled loss to the optimizer."""
     assert program.scaling is not None
     step = program.update.step
     program.update.step = lambda lr, scaling=None: step(lr)
 
 
 def clipped_with_scale(program: Program) -> None:
-    """Clipped before the loss's scale is undone: by a norm 65536 times as long."""
+    """Clip before the loss scale is undone: by a norm 65536 times as large."""
     assert program.scaling is not None
     assert program.clipping is not None
     norm = program.clipping.norm
@@ -129,18 +129,18 @@ def _at_rate(program: Program, rate: Callable[[int], float]) -> None:
 
 
 def rate_of_another_step(program: Program) -> None:
-    """The schedule has been advanced before the update: warm-up begins a step late."""
+    """Advance the schedule before the update: warm-up begins a step late."""
     _at_rate(program, lambda step: learning_rate(program.spec.optimizer, step + 1))
 
 
 def rate_on_one_rank(program: Program) -> None:
-    """One rank's schedule is a step behind."""
+    """Delay one rank's schedule by a step."""
     if is_faulty(program):
         _at_rate(program, lambda step: learning_rate(program.spec.optimizer, max(0, step - 1)))
 
 
 def decay_on_one_rank(program: Program) -> None:
-    """One rank decays no weights."""
+    """Disable weight decay on one rank."""
     if not is_faulty(program):
         return
     for group in _update(program).groups:
@@ -150,7 +150,7 @@ def decay_on_one_rank(program: Program) -> None:
 
 
 def counter_begins_again(program: Program) -> None:
-    """Adam's step counters are those of a new optimizer, its moments are not."""
+    """Reset Adam's step counters but not its moments."""
 
     def act() -> None:
         for _, tensors in program.update.tensors():
@@ -160,7 +160,7 @@ def counter_begins_again(program: Program) -> None:
 
 
 def counter_on_one_rank(program: Program) -> None:
-    """One rank's Adam counts one step less."""
+    """Decrement Adam's counter on one rank."""
 
     def act() -> None:
         if is_faulty(program):
@@ -171,7 +171,7 @@ def counter_on_one_rank(program: Program) -> None:
 
 
 def frozen_updated(program: Program) -> None:
-    """A parameter that does not train is decayed with the others."""
+    """Decay a frozen parameter with the others."""
     target = tensor_target(program, FROZEN)
 
     def act(step: int) -> None:
@@ -182,7 +182,7 @@ def frozen_updated(program: Program) -> None:
 
 
 def other_betas(program: Program) -> None:
-    """One rank's optimizer has torch's betas, the others' the spec's."""
+    """Use torch's default betas on one rank."""
 
     def act(step: int) -> None:
         for group in _update(program).groups:
@@ -195,7 +195,7 @@ def other_betas(program: Program) -> None:
 
 
 def moment_in_bf16(program: Program) -> None:
-    """One rank's first moments are rounded to 16 bits, once."""
+    """Round one rank's first moments to 16 bits once."""
 
     def act() -> None:
         if is_faulty(program):

@@ -1,7 +1,6 @@
-"""Where a running program can be got at: its batches, its passes, its reductions and its updates.
+"""Hooks into a running program: its batches, passes, reductions and updates.
 
-Everything is put on the instance that is to be sabotaged, so that nothing outlives it.
-"""
+All hooks are set on the sabotaged instance, so that no state remains."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def is_faulty(program: Program) -> bool:
     return program.world.rank == FAULTY_RANK
 
 
-def given(program: Program, change: Callable[[int, LocalBatch], LocalBatch]) -> None:
-    """`change(step, batch)` is what a step trains on."""
+def change_batches(program: Program, change: Callable[[int, LocalBatch], LocalBatch]) -> None:
+    """Replace each step's batch by `change(step, batch)`."""
     run, steps = program.forward_backward, count()
 
     def forward_backward(batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
@@ -40,17 +39,17 @@ def given(program: Program, change: Callable[[int, LocalBatch], LocalBatch]) -> 
 
 
 def before_forward(program: Program, act: Callable[[int], None]) -> None:
-    """`act(step)` before every step's passes."""
+    """Call `act(step)` before every step's passes."""
 
     def change(step: int, batch: LocalBatch) -> LocalBatch:
         act(step)
         return batch
 
-    given(program, change)
+    change_batches(program, change)
 
 
 def after_reduction(program: Program, act: Callable[[int], None]) -> None:
-    """`act(step)` when the gradients are where the optimizer wants them, before clipping."""
+    """Call `act(step)` after the reduction of gradients, before clipping."""
     reduce_gradients, steps = program.wrapped.reduce_gradients, count()
 
     def reduced() -> None:
@@ -63,7 +62,7 @@ def after_reduction(program: Program, act: Callable[[int], None]) -> None:
 def around_update(
     program: Program, before: Callable[[int], Any], after: Callable[[int, Any], None]
 ) -> None:
-    """`after(step, before(step))` around every `program.step`."""
+    """Call `after(step, before(step))` around every `program.step`."""
     run, steps = program.step, count()
 
     def step(lr: float) -> torch.Tensor | None:
@@ -78,12 +77,12 @@ def around_update(
 
 
 def after_update(program: Program, act: Callable[[int], None]) -> None:
-    """`act(step)` when a step is over."""
+    """Call `act(step)` after each step."""
     around_update(program, lambda _: None, lambda step, _: act(step))
 
 
 def after_update_once(program: Program, act: Callable[[], None], step: int = FAULTY_STEP) -> None:
-    """The same, in one step."""
+    """Call the function after one step."""
     after_update(program, lambda number: act() if number == step else None)
 
 
@@ -92,26 +91,26 @@ def targets(program: Program) -> Iterator[NamedTarget]:
 
 
 def tensor_target(program: Program, name: str) -> ParameterTarget:
-    """That of a parameter which stays in its module."""
+    """Return the update target of a parameter that stays in its module."""
     for target in targets(program):
         if isinstance(target, ParameterTarget) and target.name == name:
             return target
     raise AssertionError(f"no target {name}")
 
 
-def parameter(program: Program, name: str) -> torch.Tensor:
-    """The rank's own part of it, as it is stored."""
+def local_parameter(program: Program, name: str) -> torch.Tensor:
+    """Return the rank's shard of a parameter as it is stored."""
     return tensor_target(program, name).value()
 
 
 def units(program: Program) -> list[UnitRuntime]:
-    """The flat units of a program that has some."""
+    """Return the flat units of a program."""
     wraps = [piece.wrapped for piece in program.pieces]
     return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.trained]
 
 
 def unit(program: Program, module: str) -> UnitRuntime:
-    """That of a module."""
+    """Return the flat unit of a module."""
     for found in units(program):
         if found.state.members.names[0].startswith(f"{module}."):
             return found
@@ -119,7 +118,7 @@ def unit(program: Program, module: str) -> UnitRuntime:
 
 
 def modules(program: Program, pattern: str) -> list[nn.Module]:
-    """By canonical path."""
+    """Return the modules by canonical path."""
     found = [
         module
         for name, module in program.model.named_modules()
@@ -130,7 +129,7 @@ def modules(program: Program, pattern: str) -> list[nn.Module]:
 
 
 def replicated_gradients(program: Program, pattern: str) -> list[torch.Tensor]:
-    """Local gradients of parameters that stay in their modules, by name."""
+    """Return local gradients of parameters that stay in their modules, by name."""
     found = [
         target.gradient
         for target in targets(program)
@@ -141,7 +140,8 @@ def replicated_gradients(program: Program, pattern: str) -> list[torch.Tensor]:
 
 
 def remove_hooks(module: nn.Module, owner: str) -> int:
-    """Take off the forward hooks that `owner` (a class) has put on a module. Returns how many."""
+    """Remove the forward hooks that `owner` (a class) has set on a module, and return their
+    number."""
     removed = 0
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
@@ -152,7 +152,7 @@ def remove_hooks(module: nn.Module, owner: str) -> int:
 
 
 def owner_of_hook(module: nn.Module, kind: type) -> Any:
-    """The instance of `kind` that a hook of a module's forward closes over, or is a method of."""
+    """Return the instance of `kind` that a module's forward hook closes over or is a method of."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         cells = getattr(hook, "__closure__", None) or ()
         owners = [getattr(hook, "__self__", None), *(cell.cell_contents for cell in cells)]
@@ -162,8 +162,9 @@ def owner_of_hook(module: nn.Module, kind: type) -> Any:
     raise AssertionError(f"no hook of {kind.__name__}")
 
 
-def flip(tensor: torch.Tensor, bit: int, index: int = 0) -> None:
-    """One bit of one element, counted from the lowest; negative from the highest (-1: the sign)."""
+def flip_bit(tensor: torch.Tensor, bit: int, index: int = 0) -> None:
+    """Flip one bit of one element, counted from the lowest; negative from the highest (-1: the
+    sign)."""
     flat = tensor.detach().view(-1)[index : index + 1]
     as_integer = flat.view(_INTEGERS[flat.element_size()])
     width = 8 * flat.element_size()
@@ -177,8 +178,8 @@ def _mask(bit: int, width: int) -> int:
     return 1 << bit if bit < width - 1 else -(1 << bit)
 
 
-def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What the next rank of a group has in its place."""
+def next_ranks_value(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensor of the next rank of a group."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts[(group.rank() + 1) % group.size()]
@@ -189,7 +190,7 @@ def data_group(program: Program) -> dist.ProcessGroup:
     return program.mesh.group(axes)
 
 
-def stored(program: Program) -> list[torch.Tensor]:
-    """What this rank keeps of the parameters, and of the optimizer's state."""
+def stored_tensors(program: Program) -> list[torch.Tensor]:
+    """Return this rank's parameters and optimizer state."""
     wanted = ("parameters", "optimizer")
     return [tensor.detach() for state, tensor in program.storages() if state in wanted]

@@ -1,4 +1,4 @@
-"""Faults that are planted in running programs: the verdict fails, and says what is wrong. All of
+"""Faults planted in running programs: the verdict fails and names the fault. All of
 them at night."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ptrain.report.finding import Certainty, Subject
 from ptrain.runtime.world import World
 from ptrain.train.exchange import Exchange
 from ptrain.verification.preconditions import observe_run
-from tests.faults.alarms import EXPERTS, SEEDS, STRATEGIES, calm, layouts
+from tests.faults.alarms import EXPERTS, SEEDS, STRATEGIES, layouts, verify_clean
 from tests.faults.catalogue import FAULTS
-from tests.faults.effects import changes
+from tests.faults.effects import effect_of
 from tests.faults.of_batches import DDP
 from tests.faults.of_states import flipped
 from tests.faults.trials import tried
@@ -89,7 +89,7 @@ def test_a_fault_is_caught_and_localised_and_its_cause_is_named_rightly_or_not_a
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", UNDETECTABLE)
-def test_what_lies_below_the_band_is_what_is_said_to(ranks: Ranks, name: str) -> None:
+def test_the_matrix_below_the_band_matches_its_description(ranks: Ranks, name: str) -> None:
     assert not tried(ranks, name).caught
 
 
@@ -97,7 +97,7 @@ def test_what_lies_below_the_band_is_what_is_said_to(ranks: Ranks, name: str) ->
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_changes_the_run_in_which_it_is_planted(ranks: Ranks, name: str) -> None:
     fault = FAULTS[name]
-    assert max(ranks.run(fault.setting.world, changes, name, not fault.undetectable)) > 0
+    assert max(ranks.run(fault.setting.world, effect_of, name, not fault.undetectable)) > 0
 
 
 def bits_that_are_seen() -> list[int]:
@@ -128,5 +128,5 @@ def test_no_strategy_raises_a_false_alarm_in_any_layout(
     ranks: Ranks, strategy: str, seed: int
 ) -> None:
     for layout in layouts(strategy):
-        found = calm(ranks, strategy, layout, seed)
+        found = verify_clean(ranks, strategy, layout, seed)
         assert not found.failing, f"{layout}: {found.line}"

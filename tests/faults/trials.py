@@ -25,7 +25,7 @@ STEPS = 10  # of trajectories: a fault that nothing before them finds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What rank 0 was told of one fault."""
+    """The verdict of rank 0 on one fault."""
 
     fault: str
     root_cause: RootCause | None
@@ -64,7 +64,7 @@ class Trial:
 
     @property
     def names_one_cause(self) -> bool:
-        """It says why, and does not list what may be."""
+        """Return True if a reason is stated instead of possible causes."""
         cause = self.root_cause
         return self.certainty not in (Certainty.UNEXPLAINED, Certainty.LOCATED) and (
             cause is None or POSSIBLE not in cause.sentence

@@ -1,4 +1,4 @@
-"""How far two correct runs of one layout may part: a band from the layout's rounding, nothing else.
+"""Bound the difference between two correct runs of one layout, from its rounding alone.
 
 Both runs start from the same bits and see the same micro-batches. They differ in where and in
 which order the m = K · D micro-batch gradients are added, in the coarsest of the dtypes in which

@@ -1,4 +1,5 @@
-"""The specs of the matrix: strategies x layouts x K x N on tensors that do not divide by N."""
+"""The specs of the matrix: strategies x layouts x K x N, with tensors whose sizes N does not
+divide."""
 
 from __future__ import annotations
 
@@ -50,11 +51,13 @@ LAYOUTS = ("fp32", "zero16")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One spec. `placement` maps axes to tuples or strategies; `sync` is the accumulation's policy,
-    as (gradients, after forward, after backward), where it is not the default; `bucket` that of
-    DDP, where one does not hold the whole model, or of blocks of flat units that are one; `via`
-    how reduce-scatters are executed; `unit` what is gathered together; `layers` the model's, where
-    it has others than its own."""
+    """A spec of the matrix.
+
+    `placement` maps axes to tuples or strategies. `sync` is the accumulation policy as (gradients,
+    after forward, after backward), None for the default. `bucket` is the size of DDP's buckets, or
+    of the groups of blocks that form one flat unit; None for one bucket. `via` names how
+    reduce-scatters are executed, `unit` the wrap unit, `layers` the number of layers if it differs
+    from the model's."""
 
     name: str
     placement: tuple[tuple[str, Any], ...]
@@ -81,7 +84,7 @@ class Case:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The ranks along one axis, or two by the rest."""
+        """Return the mesh: all ranks on one axis, or 2 x the rest on two axes."""
         axes = [axis for axis, _ in self.placement]
         if len(axes) == 1:
             return {axes[0]: self.size}
@@ -92,7 +95,7 @@ class Case:
             "name": re.sub(r"[^\w.-]+", "-", self.name),
             "model": dict(MODELS[self.model]) | ({"layers": self.layers} if self.layers else {}),
             "mesh": self.mesh,
-            "placement": {axis: _plain(tuple_) for axis, tuple_ in self.placement},
+            "placement": {axis: _placement_value(tuple_) for axis, tuple_ in self.placement},
             "precision": {"layout": self.layout} | ({"compute": "fp64"} if self.fp64 else {}),
             "batch": {
                 "global": MICRO * self.accumulate * self.size,
@@ -120,68 +123,68 @@ class Case:
         return require_runnable(load(mapping))
 
 
-def named(strategy: str, size: int, **settings: Any) -> Case:
-    """A case of a strategy that has a name."""
+def strategy_case(strategy: str, size: int, **settings: Any) -> Case:
+    """Return the case of a named strategy."""
     placement = tuple(STRATEGIES[strategy].items())
     if strategy == "zero3-keep":
         settings["sync"] = KEEP
     return Case(name=strategy, placement=placement, size=size, **settings)
 
 
-def _plain(placement: object) -> object:
+def _placement_value(placement: object) -> object:
     return dict(placement) if isinstance(placement, tuple) else placement
 
 
 def matrix() -> Iterator[Case]:
-    """Every strategy x layout x K x N of the odd model; then the external one, a gpt with a tied
-    head, true reduce-scatters, and DDP in several buckets."""
+    """Yield every strategy x layout x K x N for the odd model, then cases for the external model, a
+    gpt with a tied head, true reduce-scatters, and DDP with several buckets."""
     for strategy, layout, accumulate, size in product(STRATEGIES, LAYOUTS, (1, 4), (2, 4)):
         if strategy != "hsdp" or size == 4:
-            yield named(strategy, size, layout=layout, accumulate=accumulate)
+            yield strategy_case(strategy, size, layout=layout, accumulate=accumulate)
     for strategy, layout, accumulate in product(STRATEGIES, LAYOUTS, (1, 4)):
-        yield named(strategy, 4, layout=layout, accumulate=accumulate, model="external")
+        yield strategy_case(strategy, 4, layout=layout, accumulate=accumulate, model="external")
     for strategy, layout in product(STRATEGIES, LAYOUTS):
-        yield named(strategy, 4, layout=layout, accumulate=4, model="tied")
+        yield strategy_case(strategy, 4, layout=layout, accumulate=4, model="tied")
     for strategy in ("zero1", "zero2", "zero3", "hsdp"):
-        yield named(strategy, 4, accumulate=4, via="all_to_all")
+        yield strategy_case(strategy, 4, accumulate=4, via="all_to_all")
     for layout, accumulate in product(LAYOUTS, (1, 4)):
-        yield named("ddp", 2, layout=layout, accumulate=accumulate, bucket=SMALL_BUCKET)
+        yield strategy_case("ddp", 2, layout=layout, accumulate=accumulate, bucket=SMALL_BUCKET)
 
 
 # Every strategy on four ranks, two of them with accumulation on two; the external model once.
 # These run in their own dtypes, where bytes are compared too.
 DEFAULT = frozenset(
     [
-        named("ddp", 4, layout="zero16", accumulate=1),
-        named("zero1", 2, layout="zero16", accumulate=4),
-        named("zero1", 4, layout="fp32", accumulate=1),
-        named("zero2", 4, layout="zero16", accumulate=1),
-        named("zero3", 2, layout="zero16", accumulate=4),
-        named("zero3", 4, layout="fp32", accumulate=1),
-        named("zero3-keep", 4, layout="fp32", accumulate=1),
-        named("hsdp", 4, layout="zero16", accumulate=1),
-        named("zero2", 4, layout="zero16", accumulate=1, model="external"),
+        strategy_case("ddp", 4, layout="zero16", accumulate=1),
+        strategy_case("zero1", 2, layout="zero16", accumulate=4),
+        strategy_case("zero1", 4, layout="fp32", accumulate=1),
+        strategy_case("zero2", 4, layout="zero16", accumulate=1),
+        strategy_case("zero3", 2, layout="zero16", accumulate=4),
+        strategy_case("zero3", 4, layout="fp32", accumulate=1),
+        strategy_case("zero3-keep", 4, layout="fp32", accumulate=1),
+        strategy_case("hsdp", 4, layout="zero16", accumulate=1),
+        strategy_case("zero2", 4, layout="zero16", accumulate=1, model="external"),
     ]
 )
 # In fp64 every strategy with sums over ranks and micro-batches, and every model: without
 # accumulation the rows of test_rows.py are each strategy in fp64.
 DEFAULT_IN_FP64 = frozenset(
     [
-        named("ddp", 2, layout="zero16", accumulate=4),
-        named("ddp", 2, layout="fp32", accumulate=4, bucket=SMALL_BUCKET),
-        named("zero1", 4, accumulate=4, via="all_to_all"),
-        named("zero2", 4, layout="fp32", accumulate=4, model="tied"),
-        named("zero2", 4, layout="zero16", accumulate=1, model="external"),
-        named("zero3", 2, layout="zero16", accumulate=4),
-        named("zero3-keep", 2, layout="fp32", accumulate=4),
-        named("hsdp", 4, layout="fp32", accumulate=4),
+        strategy_case("ddp", 2, layout="zero16", accumulate=4),
+        strategy_case("ddp", 2, layout="fp32", accumulate=4, bucket=SMALL_BUCKET),
+        strategy_case("zero1", 4, accumulate=4, via="all_to_all"),
+        strategy_case("zero2", 4, layout="fp32", accumulate=4, model="tied"),
+        strategy_case("zero2", 4, layout="zero16", accumulate=1, model="external"),
+        strategy_case("zero3", 2, layout="zero16", accumulate=4),
+        strategy_case("zero3-keep", 2, layout="fp32", accumulate=4),
+        strategy_case("hsdp", 4, layout="fp32", accumulate=4),
     ]
 )
 assert set(matrix()) >= DEFAULT | DEFAULT_IN_FP64
 
 
 def parameters(*, fp64: bool = False) -> list[Any]:
-    """The matrix for pytest: what is not in the default subset is nightly."""
+    """Return the matrix as pytest parameters; cases outside the default subset are nightly."""
     default = DEFAULT_IN_FP64 if fp64 else DEFAULT
     return [
         pytest.param(

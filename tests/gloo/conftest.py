@@ -1,4 +1,5 @@
-"""One pool of runs for all tests of this folder; with --record, what they gave is written down."""
+"""Fixtures of this folder: one pool of runs shared by all tests. With --record, the results are
+written to pages."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ import pytest
 
 from tests.forked import forked_traces
 from tests.gloo import (
+    activation_mode_runs,
     context_runs,
     expert_rank_runs,
     expert_runs,
     fidelity,
-    keep_runs,
     matrix,
     pipeline_runs,
     tensor_runs,
 )
 from tests.gloo.outcomes import Runs
-from tests.gloo.recording import write
+from tests.gloo.recording import write_page
 from tests.ranks import Ranks
 
 __all__ = ["forked_traces"]  # of every test of this folder
@@ -30,7 +31,7 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
     kept = Runs(ranks)
     yield kept
     if request.config.getoption("--record"):
-        print(f"\nwritten: {write(kept, ['pytest', *sys.argv[1:]])}")
+        print(f"\nwritten: {write_page(kept, ['pytest', *sys.argv[1:]])}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,7 +48,7 @@ def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
             expert_rank_runs,
             tensor_runs,
             pipeline_runs,
-            keep_runs,
+            activation_mode_runs,
             fidelity,
         ):
             for page in runs.MATRIX.write():

@@ -1,5 +1,5 @@
-"""What a rank does in the tests of state consistency: train a spec, look after every step what the
-ranks have in common, with a fault planted at one of them."""
+"""Functions that run on ranks for the tests of state consistency: they train a spec with a fault
+planted on one rank, and compare the ranks' replicated state after every step."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Fault = Callable[[Program, int], None]  # program, step: before that step's chec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Of one rank: what differed, step by step until something did, whose fault it was, and how
-    many things a check compares that some other rank has too."""
+class ConsistencyReport:
+    """One rank's report: the differences of the first step that had any, the rank at fault, and the
+    number of compared values that some other rank holds too."""
 
     mismatches: tuple[Mismatch, ...]
     root_cause: RootCause | None
     shared: int
     steps: int = 0
     names: tuple[str, ...] = ()  # of those things, or kinds of calls
-    draws: bool = False  # whether states of generators are among what is compared
+    draws: bool = False  # whether generator states are compared
 
 
-def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
-    """`steps` updates on this rank of the pool, each checked."""
+def train_and_check(spec: Spec, steps: int, fault: Fault | None = None) -> ConsistencyReport:
+    """Train `steps` updates on this rank and check the replicated state after each."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
@@ -62,7 +62,7 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     found = replicas.root_cause(mismatches)
     exchange.close()
     held = [identity for identity, ranks in replicas._holders.items() if len(ranks) > 1]
-    return Seen(
+    return ConsistencyReport(
         mismatches=mismatches,
         root_cause=found,
         shared=len(held),
@@ -72,8 +72,11 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     )
 
 
-def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
-    """The same with every collective looked at, and a fault that begins before a step."""
+def train_and_check_collectives(
+    spec: Spec, steps: int, fault: Fault | None = None
+) -> ConsistencyReport:
+    """Train like `train_and_check`, also check every collective, and plant a fault before a
+    step."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
@@ -94,7 +97,7 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         mismatches = ledger.check(exchange, done)
     found = ledger.root_cause(mismatches)
     exchange.close()
-    return Seen(
+    return ConsistencyReport(
         mismatches=mismatches,
         root_cause=found,
         shared=calls,
@@ -104,10 +107,11 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
 
 
 @torch.no_grad()
-def flip(
+def flip_bit_once(
     subject: str, name: str, bit: int, where: tuple[int, int], program: Program, step: int
 ) -> None:
-    """One bit of the last element of one tensor, on one rank after one step."""
+    """Return a fault that flips one bit of the last element of one tensor on one rank after one
+    step."""
     if (program.world.rank, step) != where:
         return
     for held in (*holdings.parameters(program), *holdings.optimizer_state(program)):
@@ -118,17 +122,18 @@ def flip(
     raise AssertionError(f"no {subject} {name} on rank {where[0]}")
 
 
-def flipped(subject: str, name: str, bit: int, on: int, after: int = 2) -> Fault:
-    return partial(flip, subject, name, bit, (on, after))
+def flip_bit(subject: str, name: str, bit: int, on: int, after: int = 2) -> Fault:
+    return partial(flip_bit_once, subject, name, bit, (on, after))
 
 
-def to_maximum(program: Program, step: int) -> None:
-    """One rank takes the maximum of what the others sum."""
+def reduce_by_maximum(program: Program, step: int) -> None:
+    """Return a fault: one rank takes the maximum where the others sum."""
     _replace_all_reduce(program, step, lambda tensor: (tensor, dist.ReduceOp.MAX))
 
 
-def to_integers(program: Program, step: int) -> None:
-    """One rank sends the bits of its numbers as integers, which no backend notices."""
+def reduce_as_integers(program: Program, step: int) -> None:
+    """Return a fault: one rank sends its values reinterpreted as integers, which no backend
+    notices."""
     _replace_all_reduce(program, step, lambda tensor: (tensor.view(torch.int32), dist.ReduceOp.SUM))
 
 
@@ -141,16 +146,17 @@ def _replace_all_reduce(
         return
     original, own = dist.all_reduce, program.wrapped.group
 
-    def changed(tensor: torch.Tensor, group: object = None, **options: Any) -> Any:
+    def changed_all_reduce(tensor: torch.Tensor, group: object = None, **options: Any) -> Any:
         if group is own:
             tensor, options["op"] = change(tensor)
         return original(tensor, group=group, **options)
 
-    dist.all_reduce = changed
+    dist.all_reduce = changed_all_reduce
 
 
-def out_of_order(program: Program, step: int) -> None:
-    """One rank reduces two buckets of one size in another order: only a name tells."""
+def reorder_buckets(program: Program, step: int) -> None:
+    """Return a fault: one rank reduces two buckets of equal size in the other order. Only the names
+    of the calls differ."""
     if step != 2 or program.world.rank != 1:
         return
     wrapped = program.wrapped
@@ -164,9 +170,9 @@ def out_of_order(program: Program, step: int) -> None:
     wrapped._reduce_kept = changed
 
 
-def left_out(program: Program, step: int) -> None:
-    """The ranks at one place of tp leave their first sum over dp out, so that nobody waits for
-    them."""
+def skip_first_sum(program: Program, step: int) -> None:
+    """Return a fault: the ranks at one tp coordinate skip their first sum over dp, so no rank waits
+    for them."""
     if step != 2 or program.mesh.coordinate(Axis.TP) != 1:
         return
     original, own = dist.all_reduce, program.mesh.group((Axis.DP_REPLICATE,))
@@ -189,14 +195,14 @@ def _swap_two_of_one_size(buckets: list[torch.Tensor]) -> None:
     buckets[one], buckets[other] = buckets[other], buckets[one]
 
 
-def trained(
+def train_with_fault(
     overrides: tuple[str, ...],
     folder: Path,
     fault: Fault,
     spec: str = "ddp",
     guarded: MakeGuard | None = None,
 ) -> tuple[int, str]:
-    """A whole training with a fault after a step; its exit code and what it said."""
+    """Run a full training with a fault after a step; return its exit code and output."""
     done = 0
 
     def sabotaged(*args: Any, **kwargs: Any) -> Program:

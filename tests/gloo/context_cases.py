@@ -1,4 +1,5 @@
-"""Specs of the context axis and of its products: small, with an odd vocabulary."""
+"""Specs of the context axis and of its products with other axes: small models with an odd
+vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import MODELS, SIZES, training
+from tests.gloo.tensor_cases import MODELS, SIZES, training_keys
 
 VARIANTS = ("ring", "zigzag", "all-gather", "ulysses")
 HYBRID = "hybrid"  # of two Ulysses groups of two
@@ -16,7 +17,7 @@ ATTENTIONS = (*VARIANTS, HYBRID)
 SAMPLES = ("dp_replicate", "dp_shard")
 
 
-def spec_of(
+def context_spec(
     variant: str,
     model: str = "gqa",
     *,
@@ -28,9 +29,11 @@ def spec_of(
     own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`states` are the modes of Theta, Omega and G on cp, which has as few ranks as the variant
-    takes unless `degree` says more; `other` places the other axes, each of two ranks; `own` is a
-    model that is not built in. Of the models one accumulates where nothing is said."""
+    """Return a spec of the context axis.
+
+    `states` are the modes of Θ, Ω and G on cp. cp has as few ranks as the variant allows unless
+    `degree` is given. `other` places the other axes, each of two ranks; `own` is a custom model.
+    One of the models accumulates gradients by default."""
     accumulate = accumulate or (2 if model == "gqa" else 1)
     other = other or {}
     degree = degree or (4 if variant == HYBRID else 2)
@@ -44,6 +47,6 @@ def spec_of(
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
         "context": {"attention": {"ulysses": 2, "ring": 2} if variant == HYBRID else variant},
-        **training(samples),
+        **training_keys(samples),
     }
     return require_runnable(load(mapping | sections))

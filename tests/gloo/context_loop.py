@@ -1,5 +1,5 @@
-"""Context parallelism as somebody writes it by hand: a rank has a slice of the tokens, and gathers
-keys and values."""
+"""A hand-written context-parallel loop: each rank has a slice of the tokens and gathers keys and
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS = 2
 
 
 class Attention(nn.Module):
-    """Causal; of the tokens that it is given."""
+    """Causal attention over the tokens that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class GatheringAttention(Attention):
-    """Of the tokens of all ranks."""
+    """Causal attention over the tokens of all ranks."""
 
     is_contiguous = True
 
@@ -52,7 +52,7 @@ class GatheringAttention(Attention):
 
 
 class _ContiguousBackward(torch.autograd.Function):
-    """The identity, whose gradient is contiguous."""
+    """An identity function whose gradient is contiguous."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class AttentiveNet(nn.Module):
         return self.head(self.norm(x))
 
 
-def attentive() -> AttentiveNet:
+def build_attentive() -> AttentiveNet:
     torch.manual_seed(0)
     return AttentiveNet().double()
 
 
-def over_context(plain: AttentiveNet, *, is_contiguous: bool) -> AttentiveNet:
-    """The same weights, attending to the tokens of all ranks."""
+def gather_over_context(plain: AttentiveNet, *, is_contiguous: bool) -> AttentiveNet:
+    """Return a copy of the model with the same weights that attends to the tokens of all ranks."""
     net = copy.deepcopy(plain)
     for block in net.blocks:
         block.__class__ = GatheringAttention

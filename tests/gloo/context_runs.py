@@ -1,4 +1,4 @@
-"""Specs of the context axis, held against the prediction and one device."""
+"""The matrix of the context axis, compared with the prediction and the single-device reference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.gloo.matrix import (
     MEASURED,
     Matrix,
     Result,
-    arithmetic,
     details,
-    eight_ranks_apart,
-    product,
+    dtypes_text,
+    placement_text,
+    split_by_ranks,
 )
 
 STEPS = 20
@@ -38,9 +38,9 @@ def _cells(result: Result) -> tuple[str, ...]:
     return (
         spec.name,
         str(attention_of(spec)),
-        product(spec),
+        placement_text(spec),
         ", ".join(_details(spec)),
-        arithmetic(spec),
+        dtypes_text(spec),
     )
 
 
@@ -57,7 +57,7 @@ MATRIX = Matrix(
     claim=CLAIM,
     columns=("model", "attention", "Θ,Ω,G,A", "besides", "precision"),
     cells=_cells,
-    pages=eight_ranks_apart,
+    pages=split_by_ranks,
     steps=STEPS,
     simulates=True,
 )

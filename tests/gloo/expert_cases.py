@@ -8,7 +8,7 @@ from typing import Any
 from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import training
+from tests.gloo.tensor_cases import training_keys
 
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
 LATENT = {
@@ -53,7 +53,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 SAMPLES = ("dp_replicate", "dp_shard", "ep")
 
 
-def spec_of(
+def expert_spec(
     model: str,
     placement: Mapping[str, str] | None = None,
     *,
@@ -62,8 +62,10 @@ def spec_of(
     shape: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`placement` places axes of two ranks each, unless `degrees` says more. Two layers, one of
-    them dense where a model has such a layer, and two for each of two stages."""
+    """Return a spec of a model with experts.
+
+    `placement` places axes of two ranks each unless `degrees` is given. The model has two layers
+    per stage, one of them dense if the family has dense layers."""
     placement = placement or {"dp_shard": "zero3"}
     order = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in order if axis in placement}
@@ -76,6 +78,6 @@ def spec_of(
         "model": {**SIZES, **layers, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": dict(placement),
-        **training(samples),
+        **training_keys(samples),
     }
     return require_runnable(load(mapping | sections))

@@ -1,5 +1,5 @@
-"""Expert parallelism as somebody writes it by hand: a rank has half of the experts, and tokens
-travel to theirs and back."""
+"""A hand-written expert-parallel loop: each rank has half of the experts, and tokens are exchanged
+by all-to-all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = 4
 
 
 class Experts(nn.Module):
-    """Of each expert two matrices; all tokens are here."""
+    """Experts of two matrices each; all tokens are local."""
 
     group: dist.ProcessGroup | None = None
 
@@ -33,17 +33,17 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen, minlength=EXPERTS)
         sorted_rows = rows[order]
         if self.group is None:
-            done = self.computed(sorted_rows, counts.tolist(), self.up, self.down)
+            done = self.apply_experts(sorted_rows, counts.tolist(), self.up, self.down)
         else:
-            done = self._travel(sorted_rows, counts)
+            done = self._exchange_rows(sorted_rows, counts)
         return done[order.argsort()]
 
-    def computed(self, rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
+    def apply_experts(self, rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
         parts = rows.split(counts)
         return torch.cat([F.gelu(x @ w) @ v for x, w, v in zip(parts, up, down, strict=True)])
 
-    def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """To the ranks that have the experts, and back."""
+    def _exchange_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Exchange rows with the ranks that have the experts."""
         ranks, received = self.group.size(), torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         going = counts.view(ranks, -1).sum(1).tolist()
@@ -54,15 +54,15 @@ class Experts(nn.Module):
         own = torch.arange(coming.shape[1]).repeat(ranks).repeat_interleave(received)
         order = own.argsort(stable=True)
         up, down = (weight.to_local() for weight in (self.up, self.down))
-        done = self.computed(arrived[order], coming.sum(0).tolist(), up, down)[order.argsort()]
+        done = self.apply_experts(arrived[order], coming.sum(0).tolist(), up, down)[order.argsort()]
         return all_to_all_single_autograd(
             done.contiguous(), going, coming.sum(1).tolist(), self.group
         )
 
 
 class RoutedBlock(nn.Module):
-    """One expert for each token. `shares` are the router's scores of the last pass, `counts` the
-    tokens of each expert in it."""
+    """A block that routes each token to one expert. `shares` holds the router's scores of the last
+    pass, `counts` the number of tokens per expert in that pass."""
 
     shares: Tensor
     counts: Tensor
@@ -96,14 +96,14 @@ class RoutedNet(nn.Module):
         return self.head(self.norm(x))
 
 
-def routed() -> RoutedNet:
-    """With all experts on one device, in fp64."""
+def build_routed() -> RoutedNet:
+    """Return the model with all experts on one device, in fp64."""
     torch.manual_seed(0)
     return RoutedNet().double()
 
 
-def over_experts(model: RoutedNet, mesh: DeviceMesh) -> RoutedNet:
-    """Return a copy of which each rank has its experts."""
+def shard_experts(model: RoutedNet, mesh: DeviceMesh) -> RoutedNet:
+    """Return a copy of the model in which each rank has its shard of the experts."""
     spread = copy.deepcopy(model)
     for block in spread.blocks:
         block.experts.group = mesh.get_group()
@@ -113,12 +113,13 @@ def over_experts(model: RoutedNet, mesh: DeviceMesh) -> RoutedNet:
     return spread
 
 
-def of_experts(model: nn.Module) -> list[nn.Parameter]:
-    """Those that each rank has some of."""
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are sharded over the ranks."""
     return [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
 
 
-def unevenness(shares: Tensor, counts: Tensor) -> Tensor:
-    """The loss that balances a layer (Switch Transformer, arXiv:2101.03961, equation 4), of the
-    tokens whose `shares` are given; `counts` of all tokens that count."""
+def balance_loss(shares: Tensor, counts: Tensor) -> Tensor:
+    """Return the load-balancing loss of a layer (Switch Transformer, arXiv:2101.03961, equation 4).
+    `shares` are the scores of the tokens of the loss, `counts` the tokens per expert that are
+    counted."""
     return EXPERTS * (counts / counts.sum() * shares.mean(0)).sum()

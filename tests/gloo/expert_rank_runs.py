@@ -1,4 +1,4 @@
-"""Specs whose ranks have experts of their own, held against the prediction and one device."""
+"""The matrix of the expert axis, compared with the prediction and the single-device reference."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tests.gloo.matrix import (
     MEASURED,
     Matrix,
     Result,
-    arithmetic,
     details,
-    eight_ranks_apart,
-    product,
+    dtypes_text,
+    placement_text,
+    split_by_ranks,
 )
 
 STEPS = 20
@@ -34,7 +34,7 @@ micro-batches x samples in each, and what else the spec says.
 
 def _cells(result: Result) -> tuple[str, ...]:
     spec = result.spec
-    return spec.name, product(spec), ", ".join(details(spec, SAID)), arithmetic(spec)
+    return spec.name, placement_text(spec), ", ".join(details(spec, SAID)), dtypes_text(spec)
 
 
 MATRIX = Matrix(
@@ -43,7 +43,7 @@ MATRIX = Matrix(
     claim=CLAIM,
     columns=("model", "Θ,Ω,G,A", "besides", "precision"),
     cells=_cells,
-    pages=eight_ranks_apart,
+    pages=split_by_ranks,
     steps=STEPS,
     simulates=True,
 )

@@ -1,8 +1,9 @@
-"""Specs of models with experts, held against the prediction and one device."""
+"""The matrix of models with experts, compared with the prediction and the single-device
+reference."""
 
 from __future__ import annotations
 
-from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
+from tests.gloo.matrix import MEASURED, Matrix, Result, details, dtypes_text, placement_text
 
 STEPS = 20
 SAID = ("activations", "recompute", "loss", "context", "unit", "overlap_shared_experts")
@@ -25,9 +26,9 @@ def _cells(result: Result) -> tuple[str, ...]:
     spec = result.spec
     return (
         spec.name,
-        product(spec),
+        placement_text(spec),
         ", ".join(details(spec, SAID)),
-        arithmetic(spec),
+        dtypes_text(spec),
     )
 
 

@@ -1,4 +1,4 @@
-"""Faults that a comparison with one device must notice: one violation each of Theorem 3 or 4."""
+"""Faults that a comparison with a single device must detect: each violates Theorem 3 or 4 once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTY_RANK = 1
 
 
 class Fault(StrEnum):
-    """Each happens in step FAULTY_STEP, on all ranks or on FAULTY_RANK."""
+    """A fault in step FAULTY_STEP, on all ranks or on FAULTY_RANK."""
 
     SKIPPED_REDUCTION = "the gradients of one step stay local"
     DIVIDED_BY_N = "the gradients are divided by the number of ranks"
@@ -30,7 +30,7 @@ class Fault(StrEnum):
 def sabotage(
     fault: Fault | None, program: Program, local: LocalBatch, step: int
 ) -> AbstractContextManager[LocalBatch]:
-    """One step's batch, inside of which the fault happens if it is time."""
+    """Temporarily plant the fault during one step's batch, if the step is the faulty one."""
     if fault is Fault.ZERO_GRADIENTS:
         return _scaled_gradients(program, local, 0.0)
     if fault is None or step != FAULTY_STEP:
@@ -41,14 +41,16 @@ def sabotage(
         case Fault.DIVIDED_BY_N:
             return _scaled_gradients(program, local, 1 / program.world.size)
         case Fault.DOUBLED_SAMPLE:
-            return nullcontext(_doubled(local) if program.world.rank == FAULTY_RANK else local)
+            return nullcontext(
+                _repeat_first_sample(local) if program.world.rank == FAULTY_RANK else local
+            )
         case Fault.STALE_PARAMETERS:
             if program.world.rank == FAULTY_RANK:
-                return _stale(program, local)
+                return _undo_update(program, local)
             return nullcontext(local)
 
 
-def _doubled(local: LocalBatch) -> LocalBatch:
+def _repeat_first_sample(local: LocalBatch) -> LocalBatch:
     tokens = local.tokens.clone()
     tokens[-1] = tokens[0]
     return LocalBatch(tokens=tokens, global_tokens=local.global_tokens, sample_ids=local.sample_ids)
@@ -56,44 +58,48 @@ def _doubled(local: LocalBatch) -> LocalBatch:
 
 @contextmanager
 def _scaled_gradients(program: Program, local: LocalBatch, scale: float) -> Iterator[LocalBatch]:
-    """Every gradient times `scale` between its reduction and its use."""
+    """Temporarily multiply every gradient by `scale` between reduction and update."""
     reduce_gradients = program.wrapped.reduce_gradients
 
-    def scaled() -> None:
+    def reduce_and_scale() -> None:
         reduce_gradients()
         torch._foreach_mul_(program.gradients(), scale)
 
-    program.wrapped.reduce_gradients = scaled
+    program.wrapped.reduce_gradients = reduce_and_scale
     yield local
     program.wrapped.reduce_gradients = reduce_gradients
 
 
 @contextmanager
 def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
-    """all_reduce and reduce_scatter do nothing but keep the rank's own part."""
+    """Temporarily replace all_reduce and reduce_scatter by functions that keep the local values."""
     import ptrain.runtime.comm as comm
 
-    def keep(shard, whole, group=None, *_, **__):  # type: ignore[no-untyped-def]
+    def keep_local(shard, whole, group=None, *_, **__):  # type: ignore[no-untyped-def]
         shard.copy_(whole.view(group.size(), -1)[group.rank()])
         return PendingResult(shard, whole)
 
-    def ignore(tensor, **_):  # type: ignore[no-untyped-def]
-        return _Done()
+    def ignore_call(tensor, **_):  # type: ignore[no-untyped-def]
+        return _CompletedWork()
 
     real = comm._reduce_scatter, comm._exchange_halves, dist.all_reduce
-    comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = keep, keep, ignore
+    comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = (
+        keep_local,
+        keep_local,
+        ignore_call,
+    )
     yield local
     comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = real
 
 
-class _Done:
+class _CompletedWork:
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Return at once."""
 
 
 @contextmanager
-def _stale(program: Program, local: LocalBatch) -> Iterator[LocalBatch]:
-    """What the rank stores of the parameters is put back to what it was before the step."""
+def _undo_update(program: Program, local: LocalBatch) -> Iterator[LocalBatch]:
+    """Temporarily restore the rank's parameters to their values before the step."""
     stored = [value for state, value in program.storages() if state == "parameters"]
     before = [value.detach().clone() for value in stored]
     yield local

@@ -1,5 +1,7 @@
-"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured
-on gloo ranks and held against one device, or is refused with a reason."""
+"""The fidelity matrix: models from outside ptrain on every axis.
+
+Each cell is predicted, measured on gloo ranks and compared with a single device, or rejected with a
+reason."""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.matrix import MEASURED, STEPS
-from tests.gloo.matrix import run as run_exactly
-from tests.gloo.recording import named, relative
-from tests.gloo.runs import train
-from tests.models_foreign import NANO_PLAN
+from tests.gloo.matrix import run_spec as run_exactly
+from tests.gloo.recording import checks_of_kind, relative_difference
+from tests.gloo.runs import train_on_rank
+from tests.models_from_outside import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances
@@ -44,44 +46,45 @@ STILL = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout":
 EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def own(function: str, **arguments: Any) -> dict[str, Any]:
-    """Return the section of a model of tests.models_foreign."""
-    return {"model": {"target": f"tests.models_foreign:{function}", "arguments": arguments}}
+def user_model(function: str, **arguments: Any) -> dict[str, Any]:
+    """Return the model section of a model of tests.models_from_outside."""
+    return {"model": {"target": f"tests.models_from_outside:{function}", "arguments": arguments}}
 
 
-def theirs(kind: str, config: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
-    """Return the section of a model of transformers."""
+def transformers_model(kind: str, config: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return the model section of a class of transformers."""
     return {"model": {"hf": kind, "config": dict(config)}, **sections}
 
 
-# What a spec says beside mesh and placement.
+# Further keys of a spec.
 MODELS: dict[str, dict[str, Any]] = {
-    "plain nanoGPT": own("nano"),
-    "nested and tied": own("nested"),
-    "fused qkv": own("fused"),
-    "dropout 0.1": own("dropping"),
-    "conv and recurrent": own("conv"),
-    "(logits, loss)": own("nano", loss=True) | {"step": {"target": "tests.models_foreign:loss_of"}},
+    "plain nanoGPT": user_model("nano"),
+    "nested and tied": user_model("nested"),
+    "fused qkv": user_model("fused"),
+    "dropout 0.1": user_model("dropping"),
+    "conv and recurrent": user_model("conv"),
+    "(logits, loss)": user_model("nano", loss=True)
+    | {"step": {"target": "tests.models_from_outside:loss_of"}},
     "ViT, its own loss": {
         "model": {"target": "tests.models_vision:vit", "arguments": {"layers": 4}},
         "data": {"target": "tests.models_vision:images"},
         "loss": {"target": "tests.models_vision:label_loss"},
         "batch": {"global": 8, "micro": 2, "sequence": VECTORS},
     },
-    "llama": theirs("LlamaForCausalLM", GROUPED),
-    "qwen2": theirs("Qwen2ForCausalLM", GROUPED),
-    "qwen3": theirs("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
-    "gemma2": theirs("Gemma2ForCausalLM", WINDOWED),
-    "gemma3": theirs("Gemma3ForCausalLM", WINDOWED),
-    "mistral": theirs("MistralForCausalLM", WINDOWED),
-    "gpt2": theirs("GPT2LMHeadModel", GPT2),
-    "gpt-neox": theirs("GPTNeoXForCausalLM", SIZES),
-    "phi": theirs("PhiForCausalLM", GROUPED | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "starcoder2": theirs("Starcoder2ForCausalLM", GROUPED | STILL),
-    "mixtral": theirs("MixtralForCausalLM", EXPERTS),
+    "llama": transformers_model("LlamaForCausalLM", GROUPED),
+    "qwen2": transformers_model("Qwen2ForCausalLM", GROUPED),
+    "qwen3": transformers_model("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gemma2": transformers_model("Gemma2ForCausalLM", WINDOWED),
+    "gemma3": transformers_model("Gemma3ForCausalLM", WINDOWED),
+    "mistral": transformers_model("MistralForCausalLM", WINDOWED),
+    "gpt2": transformers_model("GPT2LMHeadModel", GPT2),
+    "gpt-neox": transformers_model("GPTNeoXForCausalLM", SIZES),
+    "phi": transformers_model("PhiForCausalLM", GROUPED | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "starcoder2": transformers_model("Starcoder2ForCausalLM", GROUPED | STILL),
+    "mixtral": transformers_model("MixtralForCausalLM", EXPERTS),
 }
 # Several ranks draw other masks than one device does.
-BESIDE_ONE_DEVICE = {"dropout 0.1": own("dropping", dropout=0.0)}
+BESIDE_ONE_DEVICE = {"dropout 0.1": user_model("dropping", dropout=0.0)}
 COLUMNS: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
     "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
@@ -98,7 +101,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 # roundings: 6e-8 in each of 25 norms, in every step.
 IN_FP32 = Tolerances(losses=1e-6, gradient_norms=1e-5, parameters=1e-5)
 TOLERANCES = {"gemma2": IN_FP32, "gemma3": IN_FP32}
-# Plans that a spec writes on tp, of models whose code says nothing.
+# tp plans in the spec for models without a plan.
 PLANS = {name: {"tensor": {"plan": NANO_PLAN}} for name in ("plain nanoGPT", "(logits, loss)")}
 # Cells that are refused, with the words of the refusal.
 DEBTS = {
@@ -106,8 +109,8 @@ DEBTS = {
 }
 
 
-def spec_of(model: str, column: str, *, exactly: bool) -> Spec:
-    """Return the legal spec of a cell; `exactly`: in fp64."""
+def cell_spec(model: str, column: str, *, exactly: bool) -> Spec:
+    """Return the legal spec of a cell, in fp64 if `exactly`."""
     layout = {"layout": "fp32", "compute": "fp64"} if exactly else {"layout": "fp32"}
     sections = BESIDE_ONE_DEVICE.get(model, MODELS[model]) if exactly else MODELS[model]
     written = {
@@ -124,8 +127,8 @@ def spec_of(model: str, column: str, *, exactly: bool) -> Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What a model does on an axis: the checks in its own dtypes and beside one device, or why it
-    is refused."""
+    """The result of a model on an axis: the checks in its default dtypes and in fp64, or the reason
+    of the rejection."""
 
     checks: tuple[Check, ...] = ()
     refusal: str = ""
@@ -141,14 +144,14 @@ class Cell:
         return "fails" if self.failed else "holds"
 
 
-def cell(ranks: Ranks, model: str, column: str) -> Cell:
-    """Return how a cell comes out."""
+def run_cell(ranks: Ranks, model: str, column: str) -> Cell:
+    """Run a cell and return its result."""
     try:
-        own_dtypes = spec_of(model, column, exactly=False)
+        own_dtypes = cell_spec(model, column, exactly=False)
         exact = derive(own_dtypes, facts_of(own_dtypes)).exact
-        reports = ranks.run(own_dtypes.world_size, train, own_dtypes, STEPS, MEASURED)
+        reports = ranks.run(own_dtypes.world_size, train_on_rank, own_dtypes, STEPS, MEASURED)
         measured = join_estimates([report.measured for report in reports if report.measured])
-        exactly = spec_of(model, column, exactly=True)
+        exactly = cell_spec(model, column, exactly=True)
         beside = run_exactly(ranks, exactly, TOLERANCES.get(model, FP64))
     except PtrainError as error:
         return Cell(refusal=str(error))
@@ -157,17 +160,17 @@ def cell(ranks: Ranks, model: str, column: str) -> Cell:
 
 @dataclass
 class Fidelity:
-    """The cells of a run, for their page."""
+    """All cells of a run, for the page."""
 
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
 
-    def cell(self, ranks: Ranks, model: str, column: str) -> Cell:
-        """Run a cell and keep it."""
-        self.cells[model, column] = outcome = cell(ranks, model, column)
+    def run(self, ranks: Ranks, model: str, column: str) -> Cell:
+        """Run a cell and record its result."""
+        self.cells[model, column] = outcome = run_cell(ranks, model, column)
         return outcome
 
     def write(self) -> list[Any]:
-        """Write the page; nothing where nothing has run."""
+        """Write the page, if any cell has run."""
         return [save("fidelity", self._page())] if self.cells else []
 
     def _page(self) -> str:
@@ -192,9 +195,9 @@ class Fidelity:
         holding = [key for key, outcome in self.cells.items() if outcome.mark == "holds"]
         failing = [key for key, outcome in self.cells.items() if outcome.mark == "fails"]
         peaks = [
-            relative(check)
+            relative_difference(check)
             for outcome in self.cells.values()
-            for check in named(outcome.checks, "peak")
+            for check in checks_of_kind(outcome.checks, "peak")
         ]
         return [
             f"Verdict: {len(holding)} of {len(self.cells)} hold, {len(failing)} fail, "

@@ -1,5 +1,5 @@
-"""Specs on ranks: the bytes of each against the prediction and its figures against one device; and
-all of a subject as a page of benchmarks/results/."""
+"""Run specs on ranks, compare them with the prediction and the single-device reference, and write
+one page of benchmarks/results/ per subject."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ptrain.verification.reference import Trajectory
 from ptrain.verification.references import Progress, run_references
 from ptrain.verification.tolerances import derive_fp64_tolerances, plan_references
 from tests.gloo.band import loss_band
-from tests.gloo.recording import counted, named, relative
-from tests.gloo.runs import judged, train
-from tests.gloo.test_exact import failing
+from tests.gloo.recording import checks_of_kind, count_text, relative_difference
+from tests.gloo.runs import expected_estimates, train_on_rank
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances, one_device
 from tests.trajectories import compare as compare_runs
@@ -41,7 +41,7 @@ _REFERENCES: dict[str, Trajectory] = {}
 
 @dataclass(frozen=True)
 class Result:
-    """One spec after its run."""
+    """The checks of a spec after its run."""
 
     spec: Spec
     checks: tuple[Check, ...]
@@ -55,7 +55,8 @@ class Result:
 
 
 def reference(spec: Spec, steps: int = STEPS) -> Trajectory:
-    """One device knows nothing of the mesh but the batches that the data axes read."""
+    """Return the single-device trajectory. It depends on the mesh only through the batches that the
+    data axes read."""
     same = (
         spec.model,
         spec.batch,
@@ -72,34 +73,39 @@ def reference(spec: Spec, steps: int = STEPS) -> Trajectory:
     return _REFERENCES[key]
 
 
-def run(
+def run_spec(
     ranks: Ranks,
     spec: Spec,
     exactly: Tolerances = FP64,
     steps: int = STEPS,
     truth: Trajectory | None = None,
 ) -> Result:
-    """Trained on as many ranks as the spec has, measured once and held against both; in fp64
-    `exactly` beside one device, or another `truth`. Norms that are farther off may be as far as
-    those of one device are by the order of its sums: a step near a cliff makes 1e-11 of 1e-15."""
+    """Train a spec on its ranks, measure one step, and compare with the prediction and the
+    reference.
+
+    The reference is `truth`, or a single device in fp64 with the tolerances `exactly`. Gradient
+    norms outside the tolerance may differ by as much as references with permuted summation order
+    differ: near a discontinuity a difference of 1e-15 becomes 1e-11."""
     truth = truth or reference(spec, steps)
-    reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
+    reports = ranks.run(spec.world_size, train_on_rank, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
-    checks = compare_estimates(judged(derive(spec, facts_of(spec)), reports, MEASURED), measured)
+    checks = compare_estimates(
+        expected_estimates(derive(spec, facts_of(spec)), reports, MEASURED), measured
+    )
     trajectory = reports[0].trajectory
     assert trajectory is not None
     is_exact = spec.precision.compute_fp64
     tolerances = exactly if is_exact else Tolerances(losses=loss_band(spec, truth))
     against = compare_runs(truth, trajectory, tolerances)
-    if is_exact and not all(check.holds for check in named(against, NORMS)):
-        own = replace(tolerances, gradient_norms=_norms_of_one_device(spec, len(truth.losses)))
+    if is_exact and not all(check.holds for check in checks_of_kind(against, NORMS)):
+        own = replace(tolerances, gradient_norms=_norm_tolerances(spec, len(truth.losses)))
         against = compare_runs(truth, trajectory, own)
     return Result(spec, checks, against)
 
 
-def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
-    """Return by how much the norm of each step may differ, relative: what references of this spec
-    part by that add in other orders."""
+def _norm_tolerances(spec: Spec, steps: int) -> tuple[float, ...] | None:
+    """Return the tolerance of the gradient norm of each step, relative: the spread between
+    references that add in different orders."""
     planned = plan_references(spec, steps)
     alone = Exchange(World())
     runs = run_references([planned.exact, *planned.permuted], alone, Progress())
@@ -107,8 +113,8 @@ def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
     return derive_fp64_tolerances(growth, alone).norms
 
 
-def simulated_alike(spec: Spec) -> tuple[Check, ...]:
-    """Compare what the last rank is predicted to hold, send and compute with its simulation,
+def compare_simulation(spec: Spec) -> tuple[Check, ...]:
+    """Compare the prediction for the last rank with its simulation: memory, traffic and operations,
     without tolerance."""
     last = spec.world_size - 1
     exact = derive(spec, facts_of(spec)).exact.of_rank(last)
@@ -118,12 +124,12 @@ def simulated_alike(spec: Spec) -> tuple[Check, ...]:
     )
 
 
-def all_on_one_page(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
+def single_page(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
     return {theme: results} if results else {}
 
 
-def eight_ranks_apart(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
-    """Those on up to four ranks and those on eight, where there are any."""
+def split_by_ranks(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
+    """Split the results into those of up to four ranks and those of eight ranks."""
     pages: dict[str, list[Result]] = {}
     for result in results:
         size = "_8_ranks" if result.spec.world_size == 8 else ""
@@ -133,35 +139,37 @@ def eight_ranks_apart(results: Sequence[Result], theme: str) -> Mapping[str, Seq
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """The runs of one subject. On its pages, what `cells` says in `columns` of a spec stands before
-    its figures; `pages` gives the results by the page's theme."""
+    """The runs of one subject.
+
+    `cells` returns the values of `columns` for a result, which precede the figures on the page.
+    `pages` groups the results by the theme of their page."""
 
     theme: str
     title: str
     claim: str
     columns: tuple[str, ...]
     cells: Callable[[Result], tuple[str, ...]]
-    pages: Callable[[Sequence[Result], str], Mapping[str, Sequence[Result]]] = all_on_one_page
+    pages: Callable[[Sequence[Result], str], Mapping[str, Sequence[Result]]] = single_page
     steps: int = STEPS
     simulates: bool = False
     results: list[Result] = field(default_factory=list)
 
     def differences(self, ranks: Ranks, spec: Spec, truth: Trajectory | None = None) -> list[str]:
-        """Run a spec; return what does not hold: bytes, calls, peaks, losses, parameters."""
+        """Run a spec and return the checks that fail: bytes, calls, peaks, losses, parameters."""
         steps = self.steps if is_run_in_full else min(STEPS, self.steps)
-        result = run(ranks, spec, steps=steps, truth=truth)
+        result = run_spec(ranks, spec, steps=steps, truth=truth)
         if self.simulates and is_run_in_full:
-            result = replace(result, simulated=simulated_alike(spec))
+            result = replace(result, simulated=compare_simulation(spec))
         self.results.append(result)
-        return failing((*result.checks, *result.against, *result.simulated))
+        return failed_checks((*result.checks, *result.against, *result.simulated))
 
     def write(self) -> list[Path]:
-        """Write the pages."""
+        """Write all pages."""
         pages = self.pages(self.results, self.theme)
         return [save(theme, self._page(results)) for theme, results in pages.items()]
 
     def _page(self, results: Sequence[Result]) -> str:
-        """A line per spec, and what does not hold in full."""
+        """Return one line per spec, and the failed checks in full."""
         columns = (*self.columns, *_FIGURES)
         lines = [
             header(self.title, [shlex.join(["pytest", *sys.argv[1:]])]),
@@ -174,25 +182,25 @@ class Matrix:
         for result in wrong:
             lines += ["", f"`{result.spec.name}` fails:"]
             lines += [f"- {check.name}: {check.why}" for check in result.failed]
-        lines += _wide(results)
+        lines += _widened_norms(results)
         lines += ["", f"Verdict: {len(results) - len(wrong)} of {len(results)} hold."]
         return "\n".join(lines)
 
 
-def product(spec: Spec) -> str:
-    """The placements on the axes, as a page has them."""
+def placement_text(spec: Spec) -> str:
+    """Return the placements on all axes as the page shows them."""
     factors = (f"{factor.axis} {factor.degree} {factor.placement}" for factor in spec.factors)
     return " ⊗ ".join(factors).replace("*", "\\*")
 
 
-def arithmetic(spec: Spec) -> str:
-    """In which numbers a spec computes, as a page has it."""
+def dtypes_text(spec: Spec) -> str:
+    """Return the dtypes of a spec as the page shows them."""
     return "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name
 
 
 def details(spec: Spec, keys: Sequence[str]) -> Iterator[str]:
-    """Yield schedule and stages, micro-batches x samples in each, and what of `keys` the spec
-    says."""
+    """Yield the schedule and stages, micro-batches x samples, and the values of `keys` in the
+    spec."""
     if spec.degree(Axis.PP) > 1:
         stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
         yield f"{spec.pipeline.schedule}, {stages} stages"
@@ -205,36 +213,37 @@ def details(spec: Spec, keys: Sequence[str]) -> Iterator[str]:
 
 def _figures(result: Result) -> tuple[str, ...]:
     return (
-        counted(result.checks, "memory"),
-        counted(result.checks, "traffic"),
+        count_text(result.checks, "memory"),
+        count_text(result.checks, "traffic"),
         _worst_peak(result.checks),
-        counted(result.simulated, "simulated"),
+        count_text(result.simulated, "simulated"),
         *(_worst(result, kind) for kind in ("losses", "parameters by norm")),
         "fails" if result.failed else "holds",
     )
 
 
-def _wide(results: Sequence[Result]) -> Iterator[str]:
-    """Yield whose norms were held to more than is allowed by itself."""
+def _widened_norms(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the specs whose norms needed the widened tolerance."""
     for result in results:
-        for check in named(result.against, NORMS):
+        for check in checks_of_kind(result.against, NORMS):
             if check.holds and check.tolerance > FP64.of_norm(0):
                 yield ""
                 yield (
-                    f"`{result.spec.name}`, {product(result.spec)}: a gradient norm is "
+                    f"`{result.spec.name}`, {placement_text(result.spec)}: a gradient norm is "
                     f"{check.measured:.0e} off, of {check.tolerance:.0e} that one device allows "
                     "itself when it adds in other orders."
                 )
 
 
 def _worst_peak(checks: Sequence[Check]) -> str:
-    """Nothing, where no peak is predicted for what a run routes."""
-    mismatches = [relative(check) for check in named(checks, "peak")]
+    """Return the largest relative difference of a peak, or nothing if no peak is predicted because
+    routing depends on data."""
+    mismatches = [relative_difference(check) for check in checks_of_kind(checks, "peak")]
     return f"{max(mismatches):.2%}" if mismatches else ""
 
 
 def _worst(result: Result, kind: str) -> str:
-    measured = [check.measured for check in named(result.against, kind)]
+    measured = [check.measured for check in checks_of_kind(result.against, kind)]
     mismatches = [mismatch for mismatch in measured if mismatch is not None]
     return f"{max(mismatches):.0e}" if mismatches else ""
 

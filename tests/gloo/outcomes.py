@@ -1,4 +1,4 @@
-"""One run serves many tests: what a spec did on its ranks, and what was predicted of it."""
+"""Cached runs that many tests share: the measurement of a spec on its ranks, and its prediction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.verification.reference import Trajectory
 from tests.gloo.cases import Case
-from tests.gloo.runs import Report, train
+from tests.gloo.runs import Report, train_on_rank
 from tests.ranks import Ranks
 from tests.trajectories import one_device
 
@@ -24,7 +24,7 @@ MEASURED_STEP = 3  # steady: DDP rebuilds its buckets in the second step
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case after its run."""
+    """The results of a case after its run."""
 
     spec: Spec
     reports: list[Report]
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Runs:
-    """Runs cases when first asked for, and keeps what they gave."""
+    """A cache that runs a case when it is first requested."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -59,7 +59,7 @@ class Runs:
     def of(self, case: Case) -> Outcome:
         if case not in self._outcomes:
             spec = case.spec()
-            reports = self._ranks.run(case.size, train, spec, STEPS, MEASURED_STEP)
+            reports = self._ranks.run(case.size, train_on_rank, spec, STEPS, MEASURED_STEP)
             self._outcomes[case] = Outcome(spec, reports)
         return self._outcomes[case]
 
@@ -67,7 +67,8 @@ class Runs:
         yield from sorted(self._outcomes.items(), key=lambda item: str(item[0]))
 
     def reference(self, case: Case) -> Trajectory:
-        """One device on the same global batches; the mesh and the placement play no part."""
+        """Return the single-device trajectory on the same global batches, independent of mesh and
+        placement."""
         key = (case.layout, case.fp64, case.model, case.layers, case.accumulate * case.size)
         if key not in self._references:
             self._references[key] = one_device(case.spec(), STEPS)

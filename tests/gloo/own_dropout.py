@@ -1,5 +1,5 @@
-"""Loops whose models drop out, as somebody writes them: over data ranks, over tp, recomputed, on
-slices, by stages; each sound or with a fault."""
+"""Hand-written loops with dropout: over data ranks, tensor parallel, recomputed, on token slices,
+in stages; each correct or with a fault."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.corpus.parts import average, axis, looped, token_batches, token_loss,
 WIDTH, WORDS, HEADS = 8, 11, 2
 
 
-class Dropping(nn.Module):
-    """Drops out in every way that torch has on a CPU."""
+class DropoutNet(nn.Module):
+    """A model that uses every kind of dropout that torch has on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class Dropping(nn.Module):
 
 
 class Branch(nn.Module):
-    """[rows, 8] -> [rows, 1]: a branch that drops out in the middle and at its end; tp cuts it."""
+    """A branch from [rows, 8] to [rows, 1] with dropout in the middle and at the end; tp shards
+    it."""
 
     def __init__(self, *, keeps_state: bool | None = None, middle: float = 0.2) -> None:
         super().__init__()
@@ -66,8 +67,8 @@ class Branch(nn.Module):
         return self.out(x + again)
 
 
-class Shared(nn.Module):
-    """One mask of the features for all rows that it is given."""
+class SharedMask(nn.Module):
+    """A module that applies one feature mask to all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Shared(nn.Module):
         return self.linear(x * torch.rand(8).gt(0.2))
 
 
-def built(build: Callable[[], nn.Module], seed: int | None = None) -> nn.Module:
+def build_model(build: Callable[[], nn.Module], seed: int | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = build().double()
     if seed is not None:
@@ -100,79 +101,83 @@ def job(model: nn.Module, loss: Callable[..., Tensor], micro: int = 1, spoil: An
     return ptrain.Job(model=model, step=step)
 
 
-def next_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def squares(model: nn.Module, rows: Tensor) -> Tensor:
+def square_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return (model(rows) - rows.sum(1, keepdim=True)).square().mean()
 
 
-def over_data(way: str, fault: str = "") -> dict[str, Any]:
-    """Two micro-batches a rank; `fault`: nothing, not reduced, same masks, evaluates, a mask."""
+def data_parallel(way: str, fault: str = "") -> dict[str, Any]:
+    """Return the verdict of two data ranks with two micro-batches each. `fault`: nothing, not
+    reduced, same masks, evaluates, a mask."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(0, WORDS, (3, 8, 7), generator=torch.Generator().manual_seed(1))
 
     def loop() -> ptrain.Job:
-        model = built(Dropping, 7 if fault == "same masks" else 7 + rank)
+        model = build_model(DropoutNet, 7 if fault == "same masks" else 7 + rank)
         if fault == "evaluates":
             model.eval()
         if way == "ddp" and fault != "not reduced":
-            return job(DistributedDataParallel(model), next_tokens, 2)
-        return job(fully_shard(model) if way == "fsdp2" else model, next_tokens, 2)
+            return job(DistributedDataParallel(model), next_token_loss, 2)
+        return job(fully_shard(model) if way == "fsdp2" else model, next_token_loss, 2)
 
     def share(batch: Tensor) -> Tensor:
         return batch.chunk(size)[rank]
 
-    return _told(
-        ptrain.verify(lambda: job(built(Dropping), next_tokens), loop, tokens, share=share)
+    return _summary(
+        ptrain.verify(
+            lambda: job(build_model(DropoutNet), next_token_loss), loop, tokens, share=share
+        )
     )
 
 
-def over_tensor(fault: str = "") -> dict[str, Any]:
-    """`fault`: nothing, seeds (by rank), keeps or forgets (the generator's state)."""
+def tensor_parallel(fault: str = "") -> dict[str, Any]:
+    """Return the verdict of a tensor-parallel loop. `fault`: nothing, seeds (by rank), keeps or
+    forgets (the generator's state)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     middle = 0.0 if fault == "seeds" else 0.2
     keeps = {"keeps": True, "forgets": False}.get(fault)
 
     def loop() -> ptrain.Job:
-        model = built(lambda: Branch(keeps_state=keeps, middle=middle))
+        model = build_model(lambda: Branch(keeps_state=keeps, middle=middle))
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         torch.manual_seed(5 + dist.get_rank() * (fault == "seeds"))
-        return job(model, squares)
+        return job(model, square_loss)
 
     terms = ptrain.Terms(mesh=mesh, loss="same")
 
     def plain() -> ptrain.Job:
-        return job(built(lambda: Branch(middle=middle)), squares)
+        return job(build_model(lambda: Branch(middle=middle)), square_loss)
 
-    return _told(ptrain.verify(plain, loop, _rows(), terms=terms))
+    return _summary(ptrain.verify(plain, loop, _rows(), terms=terms))
 
 
-def for_all_rows(as_jobs: bool = False) -> dict[str, Any]:
-    """A mask that no rows of samples say."""
+def shared_mask(as_jobs: bool = False) -> dict[str, Any]:
+    """Return the verdict of a loop with one mask for all rows, which no sample's rows identify."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def loop() -> ptrain.Job:
-        return job(DistributedDataParallel(built(Shared, rank)), squares)
+        return job(DistributedDataParallel(build_model(SharedMask, rank)), square_loss)
 
     def plain() -> ptrain.Job:
-        return job(built(Shared), squares)
+        return job(build_model(SharedMask), square_loss)
 
     sides: Any = (plain(), loop()) if as_jobs else (plain, loop)
-    return _told(ptrain.verify(*sides, _rows(), share=lambda batch: batch.chunk(size)[rank]))
+    return _summary(ptrain.verify(*sides, _rows(), share=lambda batch: batch.chunk(size)[rank]))
 
 
 def _rows() -> Tensor:
     return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(1)).double()
 
 
-def _told(verdict: Any) -> dict[str, Any]:
+def _summary(verdict: Any) -> dict[str, Any]:
     return {"holds": verdict.holds, "text": str(verdict)}
 
 
 class Stage(nn.Module):
-    """One of two stages, or (None) both: each drops out."""
+    """One of two stages, or the full model for None; each stage has dropout."""
 
     def __init__(self, place: int | None = None) -> None:
         super().__init__()
@@ -189,13 +194,14 @@ class Stage(nn.Module):
         return x if self.place == 0 else self.down(self.last(x))
 
 
-def over_stages() -> dict[str, Any]:
-    """Two stages by hand, two micro-batches: the second is given none of the samples."""
+def two_stages() -> dict[str, Any]:
+    """Return the verdict of a hand-written pipeline of two stages and two micro-batches. The second
+    stage receives no samples."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
     def loop() -> ptrain.Job:
         place = dist.get_rank()
-        model = built(lambda: Stage(place), 20 + place)
+        model = build_model(lambda: Stage(place), 20 + place)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         def first(rows: Tensor) -> None:
@@ -223,13 +229,13 @@ def over_stages() -> dict[str, Any]:
         return ptrain.Job(model=model, step=step)
 
     def plain() -> ptrain.Job:
-        return job(built(Stage), squares)
+        return job(build_model(Stage), square_loss)
 
-    return _told(ptrain.verify(plain, loop, _rows(), terms=ptrain.Terms(mesh=mesh)))
+    return _summary(ptrain.verify(plain, loop, _rows(), terms=ptrain.Terms(mesh=mesh)))
 
 
-def over_tokens() -> dict[str, Any]:
-    """Slices of the tokens by hand, each with masks of its own."""
+def token_slices() -> dict[str, Any]:
+    """Return the verdict of hand-written token slices, each with its local masks."""
 
     def model(seed: int = 0) -> nn.Module:
         net = writer()
@@ -253,4 +259,4 @@ def over_tokens() -> dict[str, Any]:
     verdict = ptrain.verify(
         plain, sliced, token_batches(), share=tokens_of_rank, terms=ptrain.Terms(mesh=axis("cp"))
     )
-    return _told(verdict)
+    return _summary(verdict)

@@ -1,4 +1,4 @@
-"""Loops with one fault each, as their authors would write them."""
+"""Hand-written loops with one fault each, as reported by users."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ptrain
-from tests.gloo.own_loops import MICRO_BATCHES, gradients, loop, mean_loss, whole_batch
+from tests.gloo.own_loops import MICRO_BATCHES, gradients, loop, mean_loss, single_pass_loop
 
 Pair = tuple[ptrain.Job, ptrain.Job]
 Between = Callable[[nn.Module], None]
 CLIP = 0.05  # far below the norm of the first gradients
 
 
-def _with(change: Between) -> Callable[[nn.Module, ptrain.Job, Between], Pair]:
-    """The sound loop, and something more between backward and update."""
+def _add_fault(change: Between) -> Callable[[nn.Module, ptrain.Job, Between], Pair]:
+    """Return the correct loop with an action inserted between backward and update."""
 
     def fault(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
         def both(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def _zero(model: nn.Module) -> None:
 
 
 def _freeze(model: nn.Module) -> None:
-    """On one rank the second MLP's gradient is lost."""
+    """Zero the gradient of the second MLP on one rank."""
     if dist.get_rank() == 1:
         for name, parameter in model.named_parameters():
             if "blocks.1.up" in name:
@@ -59,7 +59,7 @@ def _freeze(model: nn.Module) -> None:
 
 
 def local_clip(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """Clipped by the norm of what the rank stores; the reference clips by the whole norm."""
+    """Clip by the norm of the local shard, while the reference clips by the full norm."""
 
     def clip(model: nn.Module) -> None:
         between(model)
@@ -77,7 +77,7 @@ def local_clip(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
 
 
 def stale(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """From the second step on the update uses the gradients of the step before."""
+    """From the second step on, update with the previous step's gradients."""
     kept: list[list[Tensor]] = []
 
     def swap(model: nn.Module) -> None:
@@ -151,7 +151,7 @@ def other_rate(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
 
 
 def unsynchronised(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """Every micro-batch under no_sync, the last one too."""
+    """Run every micro-batch under no_sync, including the last one."""
     job = loop(model, micro_batches=MICRO_BATCHES)
 
     def step(tokens: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def unsynchronised(model: nn.Module, sound: ptrain.Job, between: Between) -> Pai
 
 
 def drift(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """One rank's replica has another last bit after the update."""
+    """Flip the last bit of a parameter on one rank after the update."""
 
     @torch.no_grad()
     def flip(model: nn.Module) -> None:
@@ -186,7 +186,7 @@ def _other_rows(model: nn.Module, rows: Callable[[Tensor], Tensor], between: Bet
 
 
 def doubled_sample(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """A rank's first sample takes the place of its second."""
+    """Replace a rank's second sample by its first."""
     rows = (lambda t: t[[0, 0, 2, 3]]) if dist.get_rank() == 1 else (lambda t: t)
     return _other_rows(model, rows, between), sound
 
@@ -202,23 +202,23 @@ def autocast(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
 
 
 def not_brought_back(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """Every rank updates every other parameter, and nobody hands them round."""
+    """Update every other parameter on each rank without broadcasting the result."""
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters[dist.get_rank() :: 2], lr=1e-2)
-    return whole_batch(model, partial(mean_loss, model), optimizer=optimizer), sound
+    return single_pass_loop(model, partial(mean_loss, model), optimizer=optimizer), sound
 
 
 def shard_skipped(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """One rank does not update its shards."""
+    """Skip the update of one rank's shards."""
     return _own_loop(model, between, updates=dist.get_rank()), sound
 
 
 FAULTS = {
-    "divided twice": _with(_divide),
-    "summed": _with(_multiply),
-    "infinite": _with(_infinite),
-    "zero": _with(_zero),
-    "frozen shard": _with(_freeze),
+    "divided twice": _add_fault(_divide),
+    "summed": _add_fault(_multiply),
+    "infinite": _add_fault(_infinite),
+    "zero": _add_fault(_zero),
+    "frozen shard": _add_fault(_freeze),
     "local clip": local_clip,
     "stale": stale,
     "last micro-batch only": last_only,

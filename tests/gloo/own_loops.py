@@ -1,4 +1,4 @@
-"""Training loops as somebody else writes them: nothing of ptrain in them but `Job` around each."""
+"""Training loops written without ptrain; only `Job` wraps each of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS, WIDTH, LENGTH, ROWS = 17, 8, 9, 8  # 9 rows of the head on one of two ran
 
 
 class Block(nn.Module):
-    """A third of the MLP's width is odd, so that shards are uneven."""
+    """A block whose MLP width is 3 x an odd number, so that shards are uneven."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def built(dtype: torch.dtype = torch.float64) -> Net:
+def build_model(dtype: torch.dtype = torch.float64) -> Net:
     torch.manual_seed(0)
     return Net().to(dtype)
 
 
 def batches(count: int = 3) -> list[Tensor]:
-    """Tokens [8, 9]."""
+    """Return token batches of shape [8, 9]."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(count)]
 
@@ -75,13 +75,14 @@ Nothing = Callable[[nn.Module], None]
 
 
 def no_change(model: nn.Module) -> None:
-    """Nothing is done to the gradients."""
+    """Leave the gradients unchanged."""
 
 
 def loop(
     model: nn.Module, *, micro_batches: int = 1, between: Nothing = no_change, rate: float = 1e-2
 ) -> ptrain.Job:
-    """Accumulation over micro-batches of equal size; `between` backward and update."""
+    """Return a loop that accumulates over micro-batches of equal size and calls `between` between
+    backward and update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     def step(tokens: Tensor) -> Tensor:
@@ -98,14 +99,14 @@ def loop(
     return ptrain.Job(model=model, step=step)
 
 
-def whole_batch(
+def single_pass_loop(
     model: nn.Module,
     loss_of: Callable[[Any], Tensor],
     *,
     between: Nothing = no_change,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> ptrain.Job:
-    """One backward pass and one update a batch; without an optimizer by AdamW."""
+    """Return a loop with one backward pass and one update per batch. Default optimizer: AdamW."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(batch: Any) -> Tensor:
@@ -119,10 +120,10 @@ def whole_batch(
     return ptrain.Job(model=model, step=step)
 
 
-def squares(model: nn.Module) -> ptrain.Job:
-    """The mean square of the output, by SGD."""
+def square_loss_job(model: nn.Module) -> ptrain.Job:
+    """Return the job with the mean square of the output as the loss, and SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return whole_batch(model, lambda x: model(x).square().mean(), optimizer=optimizer)
+    return single_pass_loop(model, lambda x: model(x).square().mean(), optimizer=optimizer)
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -145,21 +146,21 @@ def fsdp1_flat(model: nn.Module) -> nn.Module:
     return fsdp1(model, use_orig_params=False)
 
 
-def tp(model: nn.Module) -> nn.Module:
-    """The head's 17 rows and the MLP's 24 are cut over the ranks."""
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    """Shard the head's 17 rows and the MLP's 24 over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return _tp(model, mesh)
+    return _shard_operators(model, mesh)
 
 
-def _tp(model: nn.Module, mesh: Any) -> nn.Module:
+def _shard_operators(model: nn.Module, mesh: Any) -> nn.Module:
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     head = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
     return parallelize_module(model, mesh, {"head": head})
 
 
-def tp_sp(model: nn.Module) -> nn.Module:
-    """Norms on pieces of the sequence: torch's own SequenceParallel."""
+def tensor_and_sequence_parallel(model: nn.Module) -> nn.Module:
+    """Shard the operators, and run norms on sequence shards with torch's SequenceParallel."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     inner = {
         "norm": SequenceParallel(),
@@ -178,7 +179,7 @@ def tp_sp(model: nn.Module) -> nn.Module:
 
 def fsdp2_tp(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _tp(model, mesh["tp"])
+    _shard_operators(model, mesh["tp"])
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
@@ -191,57 +192,69 @@ def hsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def by_hand(model: nn.Module) -> nn.Module:
-    """No wrapper: `averaged` in the loop."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the plain module; `all_reduce_gradients` in the loop replaces a wrapper."""
     return model
 
 
 WRAPPERS = {
     each.__name__: each
-    for each in (ddp, fsdp2, fsdp1, fsdp1_flat, tp, tp_sp, fsdp2_tp, hsdp, by_hand)
+    for each in (
+        ddp,
+        fsdp2,
+        fsdp1,
+        fsdp1_flat,
+        tensor_parallel,
+        tensor_and_sequence_parallel,
+        fsdp2_tp,
+        hsdp,
+        unwrapped,
+    )
 }
 MICRO_BATCHES = 2
 
 
-def averaged(model: nn.Module) -> None:
-    """All-reduce by hand, in the form of every tutorial."""
+def all_reduce_gradients(model: nn.Module) -> None:
+    """All-reduce the gradients as tutorials do."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 
-def part_of(way: str) -> Callable[[Tensor], Tensor] | None:
-    """This rank's rows of a batch; ranks along tp have the same."""
+def local_rows(way: str) -> Callable[[Tensor], Tensor] | None:
+    """Return this rank's rows of a batch. Ranks along tp have the same rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if way in ("tp", "tp_sp"):
+    if way in ("tensor_parallel", "tensor_and_sequence_parallel"):
         return None
     if way == "fsdp2_tp":
         rank, size = rank // 2, size // 2
     return lambda tokens: tokens.chunk(size)[rank]
 
 
-def judged(
+def verify_loop(
     way: str, fault: str = "", dtype: torch.dtype = torch.float64, num_batches: int = 3
 ) -> LoopVerdict:
-    """A loop with a fault (the name of a function of own_faults, or none) against the sound one on
-    the plain module."""
+    """Verify a loop with the fault named `fault` (a function of own_faults, or none) against the
+    correct loop on the plain module."""
     from tests.gloo import own_faults
 
-    model = built(dtype)
+    model = build_model(dtype)
     plain = copy.deepcopy(model)
     wrapped = WRAPPERS[way](model)
-    between = averaged if way == "by_hand" else no_change
+    between = all_reduce_gradients if way == "unwrapped" else no_change
     sound = loop(plain, micro_batches=MICRO_BATCHES)
     if fault:
         job, sound = own_faults.FAULTS[fault](wrapped, sound, between)
     else:
         job = loop(wrapped, micro_batches=MICRO_BATCHES, between=between)
-    return ptrain.verify(sound, job, batches(num_batches), share=part_of(way))
+    return ptrain.verify(sound, job, batches(num_batches), share=local_rows(way))
 
 
-def told(way: str, fault: str = "", dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """What a test asks of a verdict, as plain data."""
-    verdict = judged(way, fault, dtype)
+def summarize_verdict(
+    way: str, fault: str = "", dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """Return the fields of a verdict that tests read, as plain data."""
+    verdict = verify_loop(way, fault, dtype)
     root_cause = verdict.root_cause
     return {
         "holds": verdict.holds,
@@ -252,7 +265,7 @@ def told(way: str, fault: str = "", dtype: torch.dtype = torch.float64) -> dict[
 
 
 def gradients(model: nn.Module) -> Iterator[Tensor]:
-    """As this rank stores them."""
+    """Return the gradients as this rank stores them."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             gradient = parameter.grad

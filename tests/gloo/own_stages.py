@@ -1,5 +1,5 @@
-"""A pipeline of two stages by hand: each rank has its half of the blocks, and sends what it returns
-and the gradient of what it was given."""
+"""A hand-written pipeline of two stages: each rank has half of the blocks, sends its output, and
+sends the gradient of its input back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import ptrain
 from ptrain.codec import encode
 from ptrain.verification.jobs.job import LoopVerdict
-from tests.gloo.own_loops import WIDTH, Net, batches, built, mean_loss, whole_batch
+from tests.gloo.own_loops import WIDTH, Net, batches, build_model, mean_loss, single_pass_loop
 
 MICRO = 2
 
 
 class Stage(nn.Module):
-    """The first has the embedding and a block, the last a block, the norm and the head."""
+    """A stage: the first has the embedding and a block; the last a block, the norm and the head."""
 
     def __init__(self, net: Net, place: int) -> None:
         super().__init__()
@@ -36,10 +36,11 @@ class Stage(nn.Module):
         return x if self.place == 0 else self.head(self.norm(x))
 
 
-def staged(fault: str = "") -> ptrain.Job:
-    """`fault`: "unscaled" sums the means of micro-batches, "gradient" sends half of it back."""
+def build_pipeline_job(fault: str = "") -> ptrain.Job:
+    """Return the pipeline's job. `fault`: "unscaled" sums the means of micro-batches, "gradient"
+    sends half of the gradient back."""
     place = dist.get_rank()
-    model = Stage(built(), place)
+    model = Stage(build_model(), place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def first(tokens: Tensor) -> None:
@@ -70,14 +71,14 @@ def staged(fault: str = "") -> ptrain.Job:
     return ptrain.Job(model=model, step=step)
 
 
-def judged(fault: str = "") -> LoopVerdict:
+def verify_pipeline(fault: str = "") -> LoopVerdict:
     def reference() -> ptrain.Job:
-        net = built()
-        return whole_batch(net, lambda tokens: mean_loss(net, tokens))
+        net = build_model()
+        return single_pass_loop(net, lambda tokens: mean_loss(net, tokens))
 
-    return ptrain.verify(reference, lambda: staged(fault), batches(4))
+    return ptrain.verify(reference, lambda: build_pipeline_job(fault), batches(4))
 
 
-def told(fault: str = "") -> dict[str, Any]:
-    verdict = judged(fault)
+def verify_on_rank(fault: str = "") -> dict[str, Any]:
+    verdict = verify_pipeline(fault)
     return {"holds": verdict.holds, "text": str(verdict), "culprit": encode(verdict.root_cause)}

@@ -1,4 +1,5 @@
-"""Specs of the pipeline axis and of its products with all other axes: four tiny layers or eight."""
+"""Specs of the pipeline axis and of its products with all other axes: models of four or eight tiny
+layers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ STAGE, REPLICA = "S,S,S,R", "R,R,R,R"
 DATA = ("zero1", "zero2", "zero3")
 
 
-def spec_of(
+def pipeline_spec(
     model: str = "llama",
     schedule: str | list[str] = "1f1b",
     *,
@@ -38,8 +39,10 @@ def spec_of(
     own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`mesh` in its order; of its axes dp_shard is placed as `data`, tp has `activations`; `own` is
-    a model that is not built in."""
+    """Return a spec of the pipeline axis.
+
+    `mesh` keeps its order of axes. `data` places dp_shard, `activations` applies to tp; `own` is a
+    custom model."""
     placement = {"pp": STAGE, "dp_replicate": REPLICA, "dp_shard": data}
     placement["tp"] = f"S,S,S,{activations}"
     mapping: dict[str, Any] = {
@@ -57,15 +60,15 @@ def spec_of(
     return require_runnable(load(mapping | sections))
 
 
-def layers_of(ranks: int, schedule: str) -> int:
-    """As many as there are stages where those are more than four."""
+def layer_count(ranks: int, schedule: str) -> int:
+    """Return four layers, or one per stage if there are more stages."""
     return max(4, ranks * (1 if schedule in ("naive", "gpipe", "1f1b", "zero-bubble") else 2))
 
 
 def factorizations(ranks: int) -> list[tuple[dict[str, int], str, str]]:
-    """(mesh, tuple of dp_shard, activations of tp) of every pp x dp_replicate x dp_shard x tp =
-    `ranks` with pp >= 2; every one with ZeRO-1, 2 and 3 where something is sharded, and with slices
-    of the tokens where operators are cut."""
+    """Yield (mesh, tuple of dp_shard, activations of tp) for every pp x dp_replicate x dp_shard x
+    tp = `ranks` with pp >= 2: with ZeRO-1, 2 and 3 if states are sharded, and with token slices if
+    operators are sharded."""
     found = []
     for pp, shard, tp in product(range(1, ranks + 1), repeat=3):
         if pp == 1 or ranks % (pp * shard * tp):

@@ -1,5 +1,5 @@
-"""Specs of the pipeline axis, held against the prediction and one device; those with tp and those
-on eight ranks on pages of their own."""
+"""The matrix of the pipeline axis, compared with the prediction and the single-device reference.
+Specs with tp and specs on eight ranks have pages of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ptrain.spec.dials import Reshard
 from ptrain.spec.placement import Axis, Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import MEASURED as MEASURED_STEP
-from tests.gloo.matrix import STEPS, Matrix, Result, arithmetic, product
+from tests.gloo.matrix import STEPS, Matrix, Result, dtypes_text, placement_text
 
 CLAIM = f"""\
 Claim: with a model cut into stages, alone and within any product of data ranks and operators cut
@@ -27,7 +27,7 @@ strategies by their name alone are metered and not compared with it.
 
 
 def _pages(results: Sequence[Result], theme: str) -> dict[str, list[Result]]:
-    """Those without and with tp, on up to four ranks and on eight, where there are any."""
+    """Split the results by tp (without or with) and by ranks (up to four, or eight)."""
     pages: dict[str, list[Result]] = {}
     for result in results:
         beside = "_tp" if result.spec.degree(Axis.TP) > 1 else ""
@@ -41,13 +41,14 @@ def _cells(result: Result) -> tuple[str, ...]:
     return (
         spec.name.removesuffix(f"-{spec.pipeline.schedule}"),
         _schedule(spec),
-        product(spec),
+        placement_text(spec),
         ", ".join(_policy(spec)),
     )
 
 
 def _schedule(spec: Spec) -> str:
-    """`zbv, 4 stages, 4 x 1`: micro-batches by samples in each."""
+    """Return the schedule as text: `zbv, 4 stages, 4 x 1` (micro-batches x samples per
+    micro-batch)."""
     said, ranks = spec.pipeline, spec.degree(Axis.PP)
     split = f" of {'+'.join(map(str, said.split))}" if isinstance(said.split, tuple) else ""
     stages = f"{said.stages_over(ranks)} stages{split}"
@@ -55,7 +56,7 @@ def _schedule(spec: Spec) -> str:
 
 
 def _policy(spec: Spec) -> Iterator[str]:
-    yield arithmetic(spec)
+    yield dtypes_text(spec)
     if spec.optimizer.clip is None:
         yield "no clip"
     if any(

@@ -1,4 +1,4 @@
-"""What a run of the matrix gave, as a result for benchmarks/results/."""
+"""Write the results of a run of the matrix to a page of benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ difference over all steps, and its tolerance there.
 """
 
 
-def write(runs: Runs, command: Sequence[str]) -> Path:
-    """A row per case, and the verdict over all of them."""
+def write_page(runs: Runs, command: Sequence[str]) -> Path:
+    """Write one row per case, and the verdict over all cases."""
     rows = [_row(case, outcome, runs) for case, outcome in runs.all()]
     lines = [
         header("matrix: exact against measured, and against one device", [shlex.join(command)]),
@@ -53,9 +53,9 @@ def _row(case: Case, outcome: Outcome, runs: Runs) -> tuple[str, bool]:
     holds = all(check.holds for check in (*checks, *against))
     cells = (
         str(case),
-        counted(checks, "memory"),
-        counted(checks, "traffic"),
-        f"{max(map(relative, named(checks, 'peak'))):.2%}",
+        count_text(checks, "memory"),
+        count_text(checks, "traffic"),
+        f"{max(map(relative_difference, checks_of_kind(checks, 'peak'))):.2%}",
         f"{loss.measured:.1e}",
         f"{loss.tolerance:.1e}",
         f"{parameters[0]:.1e}" if parameters else "",
@@ -64,16 +64,16 @@ def _row(case: Case, outcome: Outcome, runs: Runs) -> tuple[str, bool]:
     return f"| {' | '.join(cells)} |", holds
 
 
-def named(checks: Sequence[Check], kind: str) -> list[Check]:
+def checks_of_kind(checks: Sequence[Check], kind: str) -> list[Check]:
     return [check for check in checks if check.name.startswith(kind)]
 
 
-def counted(checks: Sequence[Check], kind: str) -> str:
-    found = named(checks, kind)
+def count_text(checks: Sequence[Check], kind: str) -> str:
+    found = checks_of_kind(checks, kind)
     return f"{len(found)} / {sum(not check.holds for check in found)}"
 
 
-def relative(check: Check) -> float:
+def relative_difference(check: Check) -> float:
     if check.predicted is None or check.measured is None:
         return float("inf")
     if check.lower is not None:  # how far it lies beyond its bounds

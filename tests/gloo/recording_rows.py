@@ -1,4 +1,4 @@
-"""What the rows of the data axis gave, as a result for benchmarks/results/."""
+"""Write the results of the data-axis rows to a page of benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ in fp64, relative to one device.
 
 @dataclass(frozen=True)
 class Result:
-    """One setting after its run: bytes against the prediction, figures against one device."""
+    """The checks of one setting after its run: bytes against the prediction, values against a
+    single device."""
 
     setting: Setting
     checks: tuple[Check, ...]
@@ -39,8 +40,9 @@ class Result:
         return all(check.holds for check in (*self.checks, *self.against))
 
 
-def write(results: Sequence[Result], command: Sequence[str], steps: int) -> Path:
-    """A line per row, and what does not hold in full; `steps` is how many every setting took."""
+def write_rows_page(results: Sequence[Result], command: Sequence[str], steps: int) -> Path:
+    """Write one line per row, and the failed checks in full. `steps` is the number of steps of each
+    setting."""
     title = "rows: every mode, layout and dial of the data axis"
     lines = [
         header(title, [shlex.join(command)]),
@@ -78,8 +80,8 @@ def _line(row: str, results: Sequence[Result]) -> str:
 
 
 def _worst(results: Iterable[Result], name: str, *, relative: bool = False) -> float:
-    """The largest figure of the checks that begin with `name`: measured, or its distance from the
-    prediction relative to it."""
+    """Return the largest measured value of the checks whose names begin with `name`, or its
+    distance from the prediction, relative."""
     found = [
         abs((check.measured or 0) - check.predicted) / check.predicted
         if relative and check.predicted

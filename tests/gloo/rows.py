@@ -1,8 +1,7 @@
-"""The rows of the data axis and what is varied around each of them: layouts, dials, K and N.
+"""The rows of the data axis and the options varied around each: layouts, dials, K and N.
 
-A setting is one legal spec; a row's settings cover every legal pair of values. They are drawn
-greedily with a seed of the row's name, so the same row has the same settings in every run.
-"""
+A setting is one legal spec. A row's settings cover every legal pair of values. They are drawn
+greedily with a seed derived from the row's name, so a row has the same settings in every run."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ class Setting:
     dials: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        usual = default(self.row).values
+        usual = default_setting(self.row).values
         parts = [f"{name}={value}" for name, value in self.dials if usual[name] != value]
         return "-".join([self.row, *parts]).replace(" ", "")
 
@@ -113,7 +112,7 @@ class Setting:
 
     @cached_property
     def reference(self) -> tuple[object, ...]:
-        """What one device must know: equal keys, equal trajectories."""
+        """Return a key: settings with equal keys have equal single-device trajectories."""
         names = ("fp64", "layout", "clip", "optimizer")
         values = self.values
         return (*(values[name] for name in names), values["accumulate"] * values["size"])
@@ -165,7 +164,7 @@ class Setting:
         return mapping
 
     def spec(self) -> Spec:
-        """Raises SpecError where the algebra refuses it."""
+        """Return the spec. Raises SpecError if the setting is illegal."""
         return require_runnable(load(self.mapping()))
 
     def is_legal(self) -> bool:
@@ -182,25 +181,25 @@ class Setting:
 
 
 def _precision(layout: str, *, fp64: bool) -> dict[str, str]:
-    """A layout's name, or a dtype per state."""
+    """Return a layout name, or one dtype per state."""
     compute = {"compute": "fp64"} if fp64 else {}
     named = {"layout": layout} if "=" not in layout else {}
     return named | compute | dict(part.split("=") for part in layout.split() if "=" in part)
 
 
-def default(row: str) -> Setting:
-    """The row with the defaults of every dial, in its own layout."""
+def default_setting(row: str) -> Setting:
+    """Return the row with the default of every dial in the row's layout."""
     usual = {name: values[0] for name, values in DIALS.items()}
     size = 4 if len(ROWS[row]) == 2 else 2
     return Setting(row, tuple((usual | {"size": size} | BASE.get(row, {})).items()))
 
 
-def pairwise(row: str) -> Iterator[Setting]:
-    """Settings in which every legal pair of two dials' values occurs.
+def pairwise_settings(row: str) -> Iterator[Setting]:
+    """Return settings that cover every legal pair of values of two dials.
 
-    Each begins with a pair that is missing, the row's defaults around it, and takes other values
-    as long as it stays legal. A pair that is illegal even among defaults is left to the rules.
-    """
+    Each setting starts from a missing pair with the row's defaults, then takes other values as long
+    as it stays legal. Pairs that are illegal with the defaults are left to the tests of the
+    rules."""
     draw = random.Random(row)
     missing = [
         ((one, first), (other, second))
@@ -212,14 +211,14 @@ def pairwise(row: str) -> Iterator[Setting]:
     open_pairs = dict.fromkeys(missing)
     while open_pairs:
         pair = next(iter(open_pairs))
-        setting = default(row).with_dials(**dict(pair))
+        setting = default_setting(row).with_dials(**dict(pair))
         del open_pairs[pair]
         if not setting.is_legal():
             continue
         chosen = dict(pair)
         for name in draw.sample([name for name in DIALS if name not in chosen], len(DIALS) - 2):
             values = draw.sample(DIALS[name], len(DIALS[name]))
-            values.sort(key=lambda value: -_gain(open_pairs, chosen, name, value))
+            values.sort(key=lambda value: -_new_pairs(open_pairs, chosen, name, value))
             for value in values:
                 other = setting.with_dials(**{name: value})
                 if other.is_legal():
@@ -230,8 +229,10 @@ def pairwise(row: str) -> Iterator[Setting]:
         yield setting
 
 
-def _gain(open_pairs: Mapping[Any, None], chosen: Mapping[str, Any], name: str, value: Any) -> int:
-    """How many pairs that are missing this value would make with what is chosen."""
+def _new_pairs(
+    open_pairs: Mapping[Any, None], chosen: Mapping[str, Any], name: str, value: Any
+) -> int:
+    """Return the number of missing pairs that a value would add to the chosen ones."""
     mine = (name, value)
     return sum(
         (mine, other) in open_pairs or (other, mine) in open_pairs for other in chosen.items()

@@ -1,5 +1,5 @@
-"""What a rank does in the tests of this folder: train a spec for some steps, on request with the
-meters on one of them and with a fault, and report what it saw. Runs inside the pool of ranks."""
+"""Functions that run on ranks for the tests of this folder: train a spec for some steps, optionally
+measure one step or plant a fault, and report the results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ REBUILDING_STEP = 1  # DDP fits its buckets to the first backward pass at the st
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured, and
-    `chosen` what its routers chose in that step."""
+    """One rank's report. `trajectory` is set on rank 0 only, `measured` if a step was measured,
+    `chosen` to the routing counts of that step."""
 
     rank: int
     trajectory: Trajectory | None
@@ -38,13 +38,13 @@ class Report:
     chosen: Placed | None = None
 
 
-def train(
+def train_on_rank(
     spec: Spec, steps: int, measured_step: int | None = None, fault: Fault | None = None
 ) -> Report:
-    """`steps` updates of a program on this rank of the pool."""
+    """Train `steps` updates of a program on this rank."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
-    initial = own_parameters(program)
+    initial = local_parameters(program)
     source = open_corpus(spec.data)
     losses, norms = [], []
     second: tuple[Traffic, ...] = ()
@@ -82,15 +82,15 @@ def train(
     )
 
 
-def judged(derivation: Derivation, reports: Sequence[Report], step: int) -> Estimate:
-    """Return what the measured `step` (from 0) is held against: the exact column, and where it
-    assumes where tokens go what their counts make of it."""
+def expected_estimates(derivation: Derivation, reports: Sequence[Report], step: int) -> Estimate:
+    """Return the estimates for the measured `step` (from 0): the exact column, with assumed routing
+    replaced by the measured counts."""
     chosen = sum_histograms([report.chosen for report in reports if report.chosen])
     return by_counts(derivation, chosen, step + 1) or derivation.exact
 
 
 def _with_set_up(steady: Estimate, second: tuple[Traffic, ...]) -> Estimate:
-    """The steady step's account, and what the second step sent beyond it as set-up."""
+    """Add the traffic of the second step that exceeds a steady step, as setup."""
     return replace(steady, traffic=(*steady.traffic, *setup_traffic(second, steady.traffic)))
 
 
@@ -103,7 +103,7 @@ def _trajectory(
     total = torch.stack(losses)
     if program.world.size > 1:
         dist.all_reduce(total)  # every rank has its share of each step's mean
-    parameters, own = full_parameters(program), own_parameters(program)
+    parameters, own = full_parameters(program), local_parameters(program)
     if not program.world.is_first:
         return None
     return Trajectory(
@@ -114,8 +114,8 @@ def _trajectory(
     )
 
 
-def own_parameters(program: Program) -> dict[str, torch.Tensor]:
-    """What this rank has of every parameter, as copies: enough to see that they move."""
+def local_parameters(program: Program) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's parameters, to check that they change."""
     model = program.state_dict()["model"]
     return {
         name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
@@ -124,7 +124,7 @@ def own_parameters(program: Program) -> dict[str, torch.Tensor]:
 
 
 def full_parameters(program: Program) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on every rank, as copies; of a pipeline those of all stages."""
+    """Return copies of all full parameters on every rank, across all pipeline stages."""
     model = program.state_dict()["model"]
     own = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism by hand, without DTensor: own_loops.Net with the MLPs cut over a
-group and the norms between them on pieces of the sequence."""
+"""Hand-written tensor and sequence parallelism without DTensor: own_loops.Net with MLPs sharded
+over a group, and norms between them on sequence shards."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ Between = Callable[[Tensor, dist.ProcessGroup], Tensor]
 SEQUENCE = 1  # dimension of x [rows, sequence, width]
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     pieces = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(pieces, x.contiguous(), group=group)
     return torch.cat(pieces, SEQUENCE)
 
 
-def _mine(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _local_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE)[group.rank()].contiguous()
 
 
-def _my_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=group)
-    return _mine(x, group)
+    return _local_rows(x, group)
 
 
 class _Exchange(torch.autograd.Function):
-    """`there` with the hidden states, `back` with their gradients, between the ranks of a group."""
+    """A function that applies `there` to hidden states and `back` to their gradients, over the
+    ranks of a group."""
 
     @staticmethod
     def forward(
@@ -46,49 +47,55 @@ class _Exchange(torch.autograd.Function):
         return ctx.back(gradient, ctx.group), None, None, None
 
 
-def split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The whole sequence -> this rank's piece of it."""
-    return _Exchange.apply(x, group, _mine, _gathered)
+def split_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of the full sequence."""
+    return _Exchange.apply(x, group, _local_rows, _all_gather_rows)
 
 
-def join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pieces -> the whole sequence, for what every rank computes alike."""
-    return _Exchange.apply(x, group, _gathered, _mine)
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather sequence shards for replicated computation."""
+    return _Exchange.apply(x, group, _all_gather_rows, _local_rows)
 
 
-def into_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pieces -> the whole sequence, for a linear of which every rank has other columns."""
-    return _Exchange.apply(x, group, _gathered, _my_sum)
+def gather_for_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather sequence shards for a column-parallel linear."""
+    return _Exchange.apply(x, group, _all_gather_rows, _reduce_scatter_rows)
 
 
-def out_of_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Partial sums -> this rank's piece of their sum."""
-    return _Exchange.apply(x, group, _my_sum, _gathered)
+def scatter_row_sums(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter partial sums to this rank's sequence shard."""
+    return _Exchange.apply(x, group, _reduce_scatter_rows, _all_gather_rows)
 
 
-def _cut(weight: Tensor, dim: int, group: dist.ProcessGroup) -> nn.Parameter:
+def _shard_linear(weight: Tensor, dim: int, group: dist.ProcessGroup) -> nn.Parameter:
     return nn.Parameter(weight.detach().chunk(group.size(), dim)[group.rank()].clone())
 
 
 class Columns(nn.Module):
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.weight, self.bias = _cut(whole.weight, 0, group), _cut(whole.bias, 0, group)
+        self.weight, self.bias = (
+            _shard_linear(whole.weight, 0, group),
+            _shard_linear(whole.bias, 0, group),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class Rows(nn.Module):
-    """The bias is added once, to this rank's piece of the sequence."""
+    """A row-parallel linear that adds its bias once, to this rank's sequence shard."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.weight, self.bias = _cut(whole.weight, 1, group), nn.Parameter(whole.bias.clone())
+        self.weight, self.bias = (
+            _shard_linear(whole.weight, 1, group),
+            nn.Parameter(whole.bias.clone()),
+        )
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return out_of_rows(F.linear(x, self.weight), self.group) + self.bias
+        return scatter_row_sums(F.linear(x, self.weight), self.group) + self.bias
 
 
 class Block(nn.Module):
@@ -101,11 +108,12 @@ class Block(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(into_columns(self.norm(x), self.group))))
+        return x + self.down(F.gelu(self.up(gather_for_columns(self.norm(x), self.group))))
 
 
 class SequenceParallelNet(nn.Module):
-    """The same function as the net that it is made of, and the same names."""
+    """A sequence-parallel net that computes the same function as the net it is made of, with the
+    same parameter names."""
 
     def __init__(self, whole: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -120,7 +128,7 @@ class SequenceParallelNet(nn.Module):
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = split(self.embed(tokens), self.group)
+        x = split_sequence(self.embed(tokens), self.group)
         for block in self.blocks:
             x = block(x)
-        return self.head(join(self.norm(x), self.group))
+        return self.head(gather_sequence(self.norm(x), self.group))

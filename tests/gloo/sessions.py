@@ -1,6 +1,7 @@
-"""Trainings on the ranks of the pool: what `python -m ptrain.train` does on each, without the
-seconds that starting it as a process costs. For what the loop and the folder do; who starts ranks
-and watches them is tested with processes (tests/jobs.py)."""
+"""Trainings on pooled ranks: they run `python -m ptrain.train` on each rank without starting
+processes.
+
+They test the loop and the run folder. tests/jobs.py tests the launcher with processes."""
 
 from __future__ import annotations
 
@@ -19,37 +20,36 @@ from tests.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a rank's training ended."""
+class RankResult:
+    """The result of a rank's training."""
 
     code: int
     output: str
     error: str
 
 
-def trained(words: tuple[str, ...]) -> Ended:
+def train_on_rank(words: tuple[str, ...]) -> RankResult:
     with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as error:
         code = run_for_exit_code(lambda: train_rank(parse_options(words)))
-    return Ended(code, output.getvalue(), error.getvalue())
+    return RankResult(code, output.getvalue(), error.getvalue())
 
 
-def of_no_launcher(words: tuple[str, ...]) -> Ended:
-    """The same, whatever a test before left in the environment: that every rank speaks for
-    itself."""
+def train_without_launcher(words: tuple[str, ...]) -> RankResult:
+    """Train with launcher variables removed from the environment, so that every rank prints."""
     with MonkeyPatch.context() as patch:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)
-        return trained(words)
+        return train_on_rank(words)
 
 
-def as_torchrun_starts(words: tuple[str, ...]) -> Ended:
-    """The same, with the number of the rank and how many there are in the environment."""
+def train_as_torchrun(words: tuple[str, ...]) -> RankResult:
+    """Train with rank and world size in the environment, as torchrun sets them."""
     with MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(dist.get_rank()))
         patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
-        return trained(words)
+        return train_on_rank(words)
 
 
-def train(ranks: Ranks, size: int, *words: str, folder: Path) -> list[Ended]:
-    """On `size` ranks, each with its own account."""
-    return ranks.run(size, of_no_launcher, (*words, "--run-dir", str(folder)))
+def train_on_ranks(ranks: Ranks, size: int, *words: str, folder: Path) -> list[RankResult]:
+    """Train on `size` ranks and return each rank's result."""
+    return ranks.run(size, train_without_launcher, (*words, "--run-dir", str(folder)))

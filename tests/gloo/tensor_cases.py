@@ -1,4 +1,4 @@
-"""Specs of the tensor axis and of its products: small, with an odd vocabulary."""
+"""Specs of the tensor axis and of its products: small models with an odd vocabulary."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ACTIVATIONS = ("R", "S", "S*")
 DATA = ("ddp", "zero1", "zero2", "zero3")
 
 
-def training(samples: int) -> dict[str, Any]:
-    """How a spec of a matrix trains, in fp64: with so many samples a step, one by one."""
+def training_keys(samples: int) -> dict[str, Any]:
+    """Return the keys that make a matrix spec train in fp64 with the given number of samples per
+    step, in micro-batches of one."""
     return {
         "precision": {"layout": "fp32", "compute": "fp64"},
         "batch": {"global": samples, "micro": 1, "sequence": 16},
@@ -32,7 +33,7 @@ def training(samples: int) -> dict[str, Any]:
     }
 
 
-def spec_of(
+def tensor_spec(
     model: str = "llama",
     *,
     activations: str = "R",
@@ -44,8 +45,8 @@ def spec_of(
     own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`data` places the data axes, `degrees` are theirs (2 where nothing is said); `own` is a model
-    that is not built in."""
+    """Return a spec of the tensor axis. `data` places the data axes, `degrees` gives their sizes
+    (default 2); `own` is a custom model."""
     placement = {**(data or {}), "tp": f"S,S,S,{activations}"}
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in data or {}} | {"tp": degree}
     samples = accumulate
@@ -56,14 +57,14 @@ def spec_of(
         "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": placement,
-        **training(samples),
+        **training_keys(samples),
     }
     return require_runnable(load(mapping | sections))
 
 
 def factorizations(ranks: int) -> list[tuple[dict[str, int], dict[str, str]]]:
-    """(degrees, data placement) of every dp_replicate x dp_shard x tp = `ranks`, with ZeRO-1, 2 and
-    3 where something is sharded."""
+    """Yield (degrees, data placement) for every dp_replicate x dp_shard x tp = `ranks`, with
+    ZeRO-1, 2 and 3 if states are sharded."""
     found = []
     for tp, shard in product(range(1, ranks + 1), repeat=2):
         if ranks % (tp * shard):

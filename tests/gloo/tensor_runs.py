@@ -1,9 +1,9 @@
-"""Specs of the tensor axis, held against the prediction and one device."""
+"""The matrix of the tensor axis, compared with the prediction and the single-device reference."""
 
 from __future__ import annotations
 
 from ptrain.spec.placement import Axis
-from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, arithmetic, product
+from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, dtypes_text, placement_text
 
 CLAIM = f"""\
 Claim: with operators cut over tp, alone and within data ranks, `exact` and measured differ by 0 in
@@ -24,9 +24,9 @@ def _cells(result: Result) -> tuple[str, ...]:
     plan = ("naive" if spec.tensor.is_naive else "paired") if is_cut else ""
     return (
         spec.name,
-        product(spec),
+        placement_text(spec),
         plan if spec.tensor.loss_parallel else f"{plan}, logits gathered",
-        arithmetic(spec),
+        dtypes_text(spec),
     )
 
 

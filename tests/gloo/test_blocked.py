@@ -1,5 +1,5 @@
-"""The stopwatch tells how long a rank waited, whoever waits and however: a rank that sleeps before
-a collective is waited for by the other, and does not wait itself."""
+"""The wait meter measures the time a rank waits for others, for every kind of collective; a rank
+that sleeps before a collective does not wait itself."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ SLEEP = 0.4
 AXES = ("dp_replicate",)
 
 
-def sleep() -> None:
+def sleep_on_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(SLEEP)
 
 
-def blocking() -> None:
-    sleep()
+def reduce_synchronously() -> None:
+    sleep_on_rank_1()
     dist.all_reduce(torch.ones(8))
 
 
-def awaited() -> None:
-    sleep()
+def reduce_asynchronously() -> None:
+    sleep_on_rank_1()
     work = dist.all_reduce(torch.ones(8), async_op=True)
     assert work is not None
     work.wait()
 
 
-def traced() -> None:
-    sleep()
+def reduce_functionally() -> None:
+    sleep_on_rank_1()
     functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD).sum()
 
 
-def replicated(*, hook: str = "") -> Callable[[], None]:
+def reduce_in_ddp(*, hook: str = "") -> Callable[[], None]:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     model = DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=1e-6)
     works: list[dist.Work | None] = []
@@ -60,7 +60,7 @@ def replicated(*, hook: str = "") -> Callable[[], None]:
         model.register_comm_hook(None, hooks[hook])
 
     def late() -> None:
-        model.module[0].weight.register_hook(lambda gradient: sleep())
+        model.module[0].weight.register_hook(lambda gradient: sleep_on_rank_1())
         model(torch.ones(2, 4)).sum().backward()
         for work in works:
             assert work is not None
@@ -69,8 +69,8 @@ def replicated(*, hook: str = "") -> Callable[[], None]:
     return late
 
 
-def behind_others(step: Callable[[], None]) -> Callable[[], None]:
-    """The same behind works that were waited for and are there still."""
+def reduce_after_finished_work(step: Callable[[], None]) -> Callable[[], None]:
+    """All-reduce after other works that are finished and still referenced."""
     held: list[dist.Work | None] = []
 
     def late() -> None:
@@ -86,13 +86,13 @@ def behind_others(step: Callable[[], None]) -> Callable[[], None]:
 
 def _seconds(way: str) -> float:
     step = {
-        "blocking": lambda: blocking,
-        "awaited": lambda: awaited,
-        "functional": lambda: traced,
-        "reducer": replicated,
-        "reducer with a hook": lambda: replicated(hook="torch"),
-        "buckets handed over": lambda: replicated(hook="ours"),
-        "reducer behind others": lambda: behind_others(replicated()),
+        "blocking": lambda: reduce_synchronously,
+        "awaited": lambda: reduce_asynchronously,
+        "functional": lambda: reduce_functionally,
+        "reducer": reduce_in_ddp,
+        "reducer with a hook": lambda: reduce_in_ddp(hook="torch"),
+        "buckets handed over": lambda: reduce_in_ddp(hook="ours"),
+        "reducer behind others": lambda: reduce_after_finished_work(reduce_in_ddp()),
     }[way]()
     dist.barrier()
     with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
@@ -119,7 +119,7 @@ def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
     assert first - late > SLEEP / 4  # on a busy machine the other may be late, too
 
 
-def _overlapped() -> float:
+def _wait_of_overlapped() -> float:
     dist.barrier()
     with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
         work = dist.all_reduce(torch.ones(1000), async_op=True)
@@ -129,21 +129,21 @@ def _overlapped() -> float:
     return stopwatch.rows()[0].seconds
 
 
-def test_what_computing_hides_is_not_waited_for(ranks: Ranks) -> None:
-    assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _overlapped))
+def test_overlapped_communication_is_not_counted_as_waiting(ranks: Ranks) -> None:
+    assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _wait_of_overlapped))
 
 
 def _of_another_group() -> int:
     with WaitMeter({}, rank=dist.get_rank()) as stopwatch:
-        blocking()
+        reduce_synchronously()
     return len(stopwatch.rows())
 
 
-def test_what_is_said_outside_the_program_is_left_out(ranks: Ranks) -> None:
+def test_collectives_outside_the_program_are_excluded(ranks: Ranks) -> None:
     assert ranks.run(2, _of_another_group) == [0, 0]
 
 
-def _left_as_it_was() -> bool:
+def _restored_functions() -> bool:
     before = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "broadcast")}
     with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=0):
         assert vars(dist.ProcessGroup)["allreduce"] is not before["allreduce"]
@@ -151,4 +151,4 @@ def _left_as_it_was() -> bool:
 
 
 def test_it_leaves_torch_as_it_was(ranks: Ranks) -> None:
-    assert all(ranks.run(2, _left_as_it_was))
+    assert all(ranks.run(2, _restored_functions))

@@ -1,4 +1,4 @@
-"""A model that its function builds on meta trains on ranks as it does on one device."""
+"""A model that its function builds on the meta device trains on ranks like on one device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.spec.load import load
 from ptrain.verification.options import VerifyOptions
-from tests.gloo.verify_runs import verified
+from tests.gloo.verify_runs import verify_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -26,6 +26,6 @@ def test_it_trains_as_on_one_device(ranks: Ranks, kind: str, placement: str) -> 
     if placement == "ddp":
         words = (words[0], "mesh={dp: 2}", words[2])
     spec = load(placement, words).spec
-    for verification in ranks.run(2, verified, spec, VerifyOptions(steps=3)):
+    for verification in ranks.run(2, verify_spec, spec, VerifyOptions(steps=3)):
         failed = [f"{check.name}: {check.why}" for check in verification.checks if not check.holds]
         assert verification.holds, failed

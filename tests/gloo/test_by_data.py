@@ -1,6 +1,6 @@
-"""Models that select by data on ranks: what is measured lies within the bounds, what does not
-depend on data is exact, and the gradients of experts that no token of a rank visits are those of
-one device."""
+"""Models whose tensor sizes depend on data, on ranks: measurements lie within the predicted bounds,
+other figures are exact, and experts without tokens on a rank have the gradients of the
+single-device reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.fidelity import EXPERTS, GROUPED
-from tests.gloo.matrix import run
+from tests.gloo.matrix import run_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -40,7 +40,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 BY_DEFAULT = ("experts in a list", "zero3")
 
 
-def spec_of(model: dict[str, Any], column: str, **precision: str) -> Spec:
+def data_dependent_spec(model: dict[str, Any], column: str, **precision: str) -> Spec:
     written = {
         "name": f"by-data-{column}",
         "model": model,
@@ -62,12 +62,12 @@ def spec_of(model: dict[str, Any], column: str, **precision: str) -> Spec:
         for column in COLUMNS
     ],
 )
-def test_what_depends_on_data_lies_within_bounds_and_equals_one_device(
+def test_data_dependent_sizes_lie_within_bounds_and_training_equals_one_device(
     ranks: Ranks, name: str, column: str
 ) -> None:
     if "hf" in MODELS[name]:
         pytest.importorskip("transformers")
-    result = run(ranks, spec_of(MODELS[name], column, compute="fp64"))
+    result = run_spec(ranks, data_dependent_spec(MODELS[name], column, compute="fp64"))
     assert not result.failed
     bounds = {check.name.rpartition(" rank")[0] for check in result.checks if check.lower}
     assert bounds == {"memory activations", "peak forward", "peak backward"}
@@ -77,10 +77,10 @@ def test_what_depends_on_data_lies_within_bounds_and_equals_one_device(
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_grouped_products_are_exact(ranks: Ranks, name: str, column: str) -> None:
-    """As a spec has them that says nothing of experts."""
+    """Return the figures of a spec without experts."""
     pytest.importorskip("transformers")
     config = {key: value for key, value in MODELS[name]["config"].items() if key not in BY_EXPERT}
-    result = run(ranks, spec_of({"hf": name, "config": config}, column))
+    result = run_spec(ranks, data_dependent_spec({"hf": name, "config": config}, column))
     assert not result.failed
     of_experts = ("memory activations", "peak forward", "peak backward")
     checks = [check for check in result.checks if check.name.startswith(of_experts)]

@@ -1,4 +1,4 @@
-"""A calibration of few points on two ranks."""
+"""A calibration with few points on two ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gloo
 def test_two_ranks_measure_all_parts_of_a_training(tmp_path):
     out = tmp_path / "here.yaml"
     words = ["--ranks", "2", "--out", str(out), "--brief", "--force", "--device", "cpu"]
-    code, job = jobs.run(["calibrate", *words], cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(["calibrate", *words], cwd=tmp_path, is_forked=True)
     assert code == 0, job.error
     assert "ranks at the same time: 2" in job.output
     mapping: dict[str, object] = {

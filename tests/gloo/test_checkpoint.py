@@ -1,4 +1,5 @@
-"""Checkpoints: bitwise under every placement, refused when damaged, and never executed."""
+"""Checkpoints are bitwise equal under every placement, rejected if damaged, and never execute
+code."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def step(program: Program, index: int) -> None:
     program.step(1e-3)
 
 
-def whole(program: Program) -> dict[str, torch.Tensor]:
-    """Every tensor of the state in full, as a checkpoint names it."""
+def full_state(program: Program) -> dict[str, torch.Tensor]:
+    """Return every full tensor of the state under its name in checkpoints."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in leaves(program.state_dict())
@@ -56,7 +57,7 @@ def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
     program = program_of(name, *overrides)
     for index in range(STEPS):
         step(program, index)
-    state = whole(program)
+    state = full_state(program)
     checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
     return state
 
@@ -66,14 +67,14 @@ def load_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
 
 
 def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
-    """The state in full after loading what was saved after STEPS steps."""
+    """Load the checkpoint of step STEPS and return the full state."""
     exchange = Exchange(program.world)
     path, found, _ = checkpoint.find_newest_sound(
         [Path(folder) / manifest.folder_name(STEPS)], exchange
     )
     assert path is not None and found is not None and found.step == STEPS
     checkpoint.load(program, path, found, exchange)
-    return whole(program)
+    return full_state(program)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
@@ -98,42 +99,42 @@ def _mesh(name: str) -> str:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    program = alone()
+def saved_checkpoint(tmp_path: Path) -> Path:
+    program = single_device_state()
     step(program, 0)
     return checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
 
 
-def alone(*overrides: str) -> Program:
+def single_device_state(*overrides: str) -> Program:
     return program_of("zero3", "mesh.dp_shard=1", *overrides)
 
 
-def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
-    program = alone()
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
+    program = single_device_state()
     exchange = Exchange(program.world)
-    newer = checkpoint.save(program, saved.parent, 2, exchange)
+    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
     data = next(newer.glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    path, found, complaints = checkpoint.find_newest_sound([newer, saved], exchange)
-    assert path == saved
+    path, found, complaints = checkpoint.find_newest_sound([newer, saved_checkpoint], exchange)
+    assert path == saved_checkpoint
     assert found is not None and found.step == 1
     assert len(complaints) == 1 and data.name in complaints[0]
 
 
-def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_one_that_is_due(saved):
-    program = alone()
-    exchange, run = Exchange(program.world), RunFolder(saved.parents[1])
-    newer = checkpoint.save(program, saved.parent, 2, exchange)
+def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved_checkpoint):
+    program = single_device_state()
+    exchange, run = Exchange(program.world), RunFolder(saved_checkpoint.parents[1])
+    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
     (newer / manifest.NAME).write_text("{")
     assert resume_training(program, run, "auto", exchange) == 1
-    assert manifest.complete_checkpoints(run.checkpoints) == [saved]
+    assert manifest.complete_checkpoints(run.checkpoints) == [saved_checkpoint]
     checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
-def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
-    program = alone()
+def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
+    program = single_device_state()
     exchange = Exchange(program.world)
     stranger = tmp_path / "20260101-000000-zero3"
     checkpoint.save(program, stranger / "checkpoints", 1, exchange)
@@ -142,15 +143,15 @@ def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
     assert resume_training(program, own, str(stranger), exchange) == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
-    program = alone("model.hidden=64")
+def test_a_checkpoint_of_another_model_is_rejected_with_both_shapes(saved_checkpoint):
+    program = single_device_state("model.hidden=64")
     exchange = Exchange(program.world)
-    found = checkpoint.verify_files(saved, exchange)
+    found = checkpoint.verify_files(saved_checkpoint, exchange)
     with pytest.raises(PtrainError, match="another model: hidden: 32; this spec has hidden: 64"):
-        checkpoint.load(program, saved, found, exchange)
+        checkpoint.load(program, saved_checkpoint, found, exchange)
     older = replace(found, trained={})
     with pytest.raises(PtrainError, match=r"is \(.*32.*\), but this model has \(.*64.*\)"):
-        checkpoint.load(program, saved, older, exchange)
+        checkpoint.load(program, saved_checkpoint, older, exchange)
 
 
 @pytest.mark.parametrize(
@@ -172,39 +173,39 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
         ),
     ],
 )
-def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
-    program = alone(f"precision.{trained}")
+def test_another_layout_is_rejected_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
+    program = single_device_state(f"precision.{trained}")
     step(program, 0)
     exchange = Exchange(program.world)
     saved = checkpoint.save(program, tmp_path, 1, exchange)
     found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError) as caught:
-        checkpoint.load(alone(f"precision.{asked}"), saved, found, exchange)
+        checkpoint.load(single_device_state(f"precision.{asked}"), saved, found, exchange)
     assert remedy in str(caught.value).partition("remedy: The checkpoint was trained with ")[2]
 
 
-def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
-    program = alone("model.heads=4", "model.kv_heads=2")
+def test_heads_that_change_no_shape_are_another_model_all_the_same(saved_checkpoint):
+    program = single_device_state("model.heads=4", "model.kv_heads=2")
     exchange = Exchange(program.world)
-    found = checkpoint.verify_files(saved, exchange)
+    found = checkpoint.verify_files(saved_checkpoint, exchange)
     with pytest.raises(PtrainError, match="heads: 2, kv_heads: 1; this spec has heads: 4"):
-        checkpoint.load(program, saved, found, exchange)
+        checkpoint.load(program, saved_checkpoint, found, exchange)
 
 
-def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
-    larger = alone("model.layers=2")
+def test_a_tensor_that_would_be_dropped_is_rejected(tmp_path):
+    larger = single_device_state("model.layers=2")
     exchange = Exchange(larger.world)
     saved = checkpoint.save(larger, tmp_path, 1, exchange)
     older = replace(checkpoint.verify_files(saved, exchange), trained={})
     with pytest.raises(
         PtrainError, match=r"tensors that this model or optimizer does not have.*\n.*remedy"
     ):
-        checkpoint.load(alone(), saved, older, exchange)
+        checkpoint.load(single_device_state(), saved, older, exchange)
 
 
-def test_another_optimizer_text_seed_or_batch_is_said():
-    was = manifest.trained_sections(alone().spec)
-    other = alone(
+def test_another_optimizer_text_seed_or_batch_is_reported():
+    was = manifest.trained_sections(single_device_state().spec)
+    other = single_device_state(
         "optimizer.name=sgd",
         "optimizer.lr=0.5",
         "data.corpus=synthetic",
@@ -212,13 +213,16 @@ def test_another_optimizer_text_seed_or_batch_is_said():
         "batch.global=8",
     )
     lines = dict(line.split(": ", 1) for line in manifest.difference_lines(was, other.spec))
-    assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"
+    assert (
+        lines["optimizer.lr"]
+        == f"{single_device_state().spec.optimizer.lr} in the checkpoint, 0.5 now"
+    )
     assert {"optimizer.name", "data.corpus", "train.seed", "batch.global"} < set(lines)
     assert not list(manifest.difference_lines({}, other.spec))
 
 
-def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
-    spec = alone("train.seed=7", "optimizer.lr=0.5").spec
+def test_a_manifest_of_an_older_format_is_compared_by_its_entries():
+    spec = single_device_state("train.seed=7", "optimizer.lr=0.5").spec
     was = {
         "optimizer.name": "sgd",
         "train.seed": 0,
@@ -229,16 +233,16 @@ def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
     assert manifest.has_other_optimizer(was, spec)
 
 
-def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
-    program, run = alone("train.steps=1"), RunFolder(tmp_path / "run")
+def test_a_training_that_is_done_is_not_continued(saved_checkpoint, tmp_path):
+    program, run = single_device_state("train.steps=1"), RunFolder(tmp_path / "run")
     with pytest.raises(
         PtrainError, match=r"already at step 1 of 1\n.*`train.steps` to more than 1"
     ):
-        resume_training(program, run, str(saved), Exchange(program.world))
+        resume_training(program, run, str(saved_checkpoint), Exchange(program.world))
 
 
-def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
-    program, run = alone(), RunFolder(tmp_path / "run")
+def test_a_run_without_checkpoints_is_reported(tmp_path):
+    program, run = single_device_state(), RunFolder(tmp_path / "run")
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(
         PtrainError, match=r"^error: --resume .*: contains no checkpoint\n  remedy: "
@@ -246,22 +250,24 @@ def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
         resume_training(program, run, str(tmp_path / "other"), Exchange(program.world))
 
 
-class Malice:
+class MaliciousObject:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("executed",)
 
 
 def test_nothing_in_the_index_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / METADATA).write_bytes(pickle.dumps(Malice()))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(MaliciousObject()))
     with pytest.raises(PtrainError, match="not allowed"):
         IndexReader(tmp_path, listed=frozenset()).read_metadata()
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved):
-    found = checkpoint.verify_files(saved, Exchange(World()))
+def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved_checkpoint):
+    found = checkpoint.verify_files(saved_checkpoint, Exchange(World()))
     data = {name for name in found.files if name.endswith(".distcp")}
     with pytest.raises(PtrainError, match="does not list"):
-        IndexReader(saved, listed=frozenset(found.files) - data).read_metadata()
-    assert isinstance(IndexReader(saved, listed=frozenset(found.files)).read_metadata(), Metadata)
+        IndexReader(saved_checkpoint, listed=frozenset(found.files) - data).read_metadata()
+    assert isinstance(
+        IndexReader(saved_checkpoint, listed=frozenset(found.files)).read_metadata(), Metadata
+    )

@@ -1,5 +1,6 @@
-"""A loss whose logits are never whole is that of one device, to rounding in fp64, wherever the
-head's weights lie: gathered, copied, cut over the vocabulary, on the last stage alone."""
+"""A loss computed in chunks of the logits equals the loss of one device, to fp64 rounding, for
+every placement of the head: gathered, replicated, sharded over the vocabulary, on the last
+stage."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.train.loop import local_batch
-from tests.gloo.matrix import run
-from tests.gloo.test_exact import failing
+from tests.gloo.matrix import run_spec
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -81,7 +82,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("place", "model"), list(cases()))
 def test_a_loss_in_chunks_is_that_of_one_device(ranks: Ranks, place: str, model: str) -> None:
-    against_one_device(ranks, spec_of(place, model))
+    compare_with_one_device(ranks, spec_of(place, model))
 
 
 @pytest.mark.nightly
@@ -90,17 +91,17 @@ def test_a_loss_in_chunks_is_that_of_one_device(ranks: Ranks, place: str, model:
 @pytest.mark.parametrize("place", [place for place, axes in PLACES.items() if "tp" not in axes])
 def test_a_fused_loss_is_that_of_one_device(ranks: Ranks, place: str, model: str) -> None:
     spec = spec_of(place, model)
-    against_one_device(ranks, replace(spec, loss=LossSpec(chunk=CHUNK, fused=True)))
+    compare_with_one_device(ranks, replace(spec, loss=LossSpec(chunk=CHUNK, fused=True)))
 
 
-def against_one_device(ranks: Ranks, spec: Spec) -> None:
-    """And every byte of it is predicted."""
-    result = run(ranks, spec)
-    assert not [*failing(result.checks), *failing(result.against)]
+def compare_with_one_device(ranks: Ranks, spec: Spec) -> None:
+    """Compare every predicted byte with the measurement, and the training with one device."""
+    result = run_spec(ranks, spec)
+    assert not [*failed_checks(result.checks), *failed_checks(result.against)]
 
 
-def held_out(spec: Spec) -> float:
-    """The loss of a program that has learnt nothing, summed over the ranks."""
+def evaluate_untrained(spec: Spec) -> float:
+    """Return the evaluation loss of an untrained program, summed over the ranks."""
     program = interpret(spec, world=World.join(spec.timeout))
     local = local_batch(program, open_corpus(spec.data), 0, Split.HELD_OUT)
     share = program.evaluate(local)
@@ -115,6 +116,8 @@ def held_out(spec: Spec) -> float:
 def test_held_out_text_has_the_loss_of_whole_logits(ranks: Ranks, place: str) -> None:
     spec = spec_of(place, "llama-tied")
     whole = replace(spec, loss=LossSpec())
-    (cut, *others), (plain, *_) = (ranks.run(s.world_size, held_out, s) for s in (spec, whole))
+    (cut, *others), (plain, *_) = (
+        ranks.run(s.world_size, evaluate_untrained, s) for s in (spec, whole)
+    )
     assert cut == pytest.approx(plain, rel=1e-12)
     assert others == [cut] * len(others)

@@ -1,5 +1,4 @@
-"""DDP's gradients are clipped by its buckets, unless somebody put another gradient in place of a
-view of them."""
+"""DDP's gradients are clipped by bucket, unless a gradient is not a view of its bucket."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 
-def _by_tensor(program: Program) -> float:
-    """The norm of what the optimizer takes."""
+def _tensor_norm(program: Program) -> float:
+    """Return the norm of the gradients that the optimizer uses."""
     norms = [parameter.grad.double().norm() for parameter in program.model.parameters()]
     return float(torch.stack(norms).norm())
 
 
 def _norms() -> list[tuple[int, float, float]]:
-    """Tensors that are clipped, their norm before clipping and that of the gradients: in the steps
-    before and behind the one in which DDP makes its buckets anew, and with a gradient swapped."""
+    """Return the clipped tensors, their norm before clipping, and the gradients' norm: in the steps
+    before and after DDP rebuilds its buckets, and with one gradient replaced."""
     program = interpret(load("ddp", ("bucket=1 MiB", "optimizer.clip=1.0")).spec)
     seen = []
     for step in range(3):
@@ -30,12 +29,12 @@ def _norms() -> list[tuple[int, float, float]]:
             first = next(program.model.parameters())
             first.grad = 3 * first.grad
         norm = program.reduce()
-        seen.append((len(program.gradients()), float(norm), _by_tensor(program)))
+        seen.append((len(program.gradients()), float(norm), _tensor_norm(program)))
         program.apply(1e-3)
     return seen
 
 
-def test_norms_of_buckets_are_those_of_gradients_and_a_gradient_of_somebody_else_counts(
+def test_norms_of_buckets_equal_norms_of_gradients_including_a_replaced_gradient(
     ranks: Ranks,
 ) -> None:
     for seen in ranks.run(2, _norms):

@@ -1,5 +1,5 @@
-"""Composed models on every axis: what they hold and send is what was predicted, and in fp64 they
-train as one device does."""
+"""Composed models on every axis have the predicted memory and traffic, and train like one device in
+fp64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.fidelity import COLUMNS, MODELS, cell
+from tests.gloo.fidelity import COLUMNS, MODELS, run_cell
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -59,6 +59,6 @@ def test_a_composed_model_is_exact_and_equals_one_device(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, column: str
 ) -> None:
     monkeypatch.setitem(MODELS, name, {"model": SIZES | dict(COMPOSED[name])})
-    outcome = cell(ranks, name, column)
+    outcome = run_cell(ranks, name, column)
     assert not outcome.refusal and outcome.checks
     assert not outcome.failed

@@ -1,5 +1,5 @@
-"""State consistency in running programs: what differs on one rank is named, and nothing is where
-nothing does."""
+"""State consistency in running programs: a difference on one rank is reported by name, and no
+difference is reported without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.gloo import consistency_faults as faults
 from tests.gloo import consistency_runs as runs
-from tests.gloo.consistency_runs import flipped, listen, trained, watch
+from tests.gloo.consistency_runs import (
+    flip_bit,
+    train_and_check,
+    train_and_check_collectives,
+    train_with_fault,
+)
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -31,12 +36,12 @@ SMALL = (
 REPLICAS = ("mesh={dp_replicate: 4}", *SMALL)
 
 
-def spec_of(name: str, *overrides: str) -> Spec:
+def consistency_spec(name: str, *overrides: str) -> Spec:
     return require_runnable(load(name, overrides or SMALL))
 
 
 def strategies() -> list[Any]:
-    """Every wrap by one that has replicas of several kinds; the others are nightly."""
+    """Yield one strategy with several kinds of replicas per wrapper; the others are nightly."""
     by_default = {"hsdp", "tp-dp"}
     return [
         pytest.param(name, marks=() if name in by_default else (pytest.mark.nightly,))
@@ -44,8 +49,8 @@ def strategies() -> list[Any]:
     ]
 
 
-def small(name: str, *more: str) -> Spec:
-    """The strategy with a small model, of as many layers as stages need."""
+def small_spec(name: str, *more: str) -> Spec:
+    """Return the strategy's spec with a small model that has enough layers for all stages."""
     own = load(name).spec
     has_stages = own.degree(Axis.PP) > 1
     layers = 8 if has_stages else 2
@@ -56,9 +61,9 @@ def small(name: str, *more: str) -> Spec:
 
 
 @pytest.mark.parametrize("name", strategies())
-def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
-    spec = small(name)
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+def test_a_correct_program_has_no_difference(ranks: Ranks, name: str) -> None:
+    spec = small_spec(name)
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.shared
         assert seen.steps == 3
@@ -69,10 +74,10 @@ def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fp32"])
 def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
     try:
-        spec = small(name, f"precision.layout={layout}")
+        spec = small_spec(name, f"precision.layout={layout}")
     except PtrainError:
         pytest.skip(f"{name} is not executed in {layout}")
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
 
 
@@ -81,8 +86,8 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
 def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     within = 0.0 if load(name).spec.degree(Axis.CP) > 1 else 0.1
     gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "
-    spec = small(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
-    for seen in ranks.run(spec.world_size, watch, spec, 3):
+    spec = small_spec(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3):
         assert not seen.mismatches
         assert seen.draws
 
@@ -91,8 +96,8 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     "name", [pytest.param(each.values[0], marks=each.marks) for each in strategies()]
 )
 def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> None:
-    spec = small(name)
-    for seen in ranks.run(spec.world_size, listen, spec, 2):
+    spec = small_spec(name)
+    for seen in ranks.run(spec.world_size, train_and_check_collectives, spec, 2):
         assert not seen.mismatches
         assert seen.shared
 
@@ -107,7 +112,9 @@ def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> 
 def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
     ranks: Ranks, subject: Subject, name: str, bit: int
 ) -> None:
-    for seen in ranks.run(4, watch, spec_of("ddp", *REPLICAS), 3, flipped(subject, name, bit, 2)):
+    for seen in ranks.run(
+        4, train_and_check, consistency_spec("ddp", *REPLICAS), 3, flip_bit(subject, name, bit, 2)
+    ):
         (mismatch,) = seen.mismatches
         assert (mismatch.subject, mismatch.name, mismatch.rank) == (subject, name, 2)
         assert (mismatch.step, mismatch.moment) == (2, Moment.UPDATE)
@@ -131,10 +138,12 @@ GPT = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout:
 def test_the_axis_is_named_along_which_a_tensor_has_copies(
     ranks: Ranks, name: str, more: tuple[str, ...], tensor: str, axis: str
 ) -> None:
-    spec = small(name, *more)
-    fault = flipped(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
-    for seen in ranks.run(spec.world_size, watch, spec, 3, fault):
-        assert len({mismatch.rank for mismatch in seen.mismatches}) == 2  # which, two cannot say
+    spec = small_spec(name, *more)
+    fault = flip_bit(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
+    for seen in ranks.run(spec.world_size, train_and_check, spec, 3, fault):
+        assert (
+            len({mismatch.rank for mismatch in seen.mismatches}) == 2
+        )  # two differing ranks do not identify the wrong one
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.place) == (axis, tensor)
 
@@ -142,26 +151,26 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
 @pytest.mark.parametrize(
     ("fault", "subject", "factor", "more"),
     [
-        (faults.another_rate, Subject.LEARNING_RATE, "0.006 for 0.003", ()),
-        (faults.a_step_behind, Subject.COUNTER, "1 for 2", ()),
-        (faults.another_dtype, Subject.PARAMETERS, "bfloat16 for float32", ()),
-        (faults.an_own_buffer, Subject.BUFFERS, DIFFERS, ()),
-        (faults.own_gradients, Subject.GRADIENTS, DIFFERS, ()),
+        (faults.change_learning_rate, Subject.LEARNING_RATE, "0.006 for 0.003", ()),
+        (faults.decrement_step_counter, Subject.COUNTER, "1 for 2", ()),
+        (faults.cast_parameter, Subject.PARAMETERS, "bfloat16 for float32", ()),
+        (faults.change_buffer, Subject.BUFFERS, DIFFERS, ()),
+        (faults.scale_summed_gradients, Subject.GRADIENTS, DIFFERS, ()),
         (
-            faults.a_stale_copy,
+            faults.leave_stale_copy,
             Subject.PARAMETERS,
             "differs from the bfloat16 cast of its float32 master copy",
             ("precision.layout=zero16",),
         ),
-        (faults.one_seed, Subject.RANDOM, SHARED, (GPT,)),
+        (faults.reset_seed, Subject.RANDOM, SHARED, (GPT,)),
     ],
 )
-def test_what_departs_is_named_by_state_and_factor(
+def test_a_difference_is_named_by_state_and_factor(
     ranks: Ranks, fault: runs.Fault, subject: Subject, factor: str, more: tuple[str, ...]
 ) -> None:
     constant = "optimizer.schedule={warmup: 0}"
-    spec = spec_of("ddp", *REPLICAS, constant, *more)
-    for seen in ranks.run(4, watch, spec, 3, fault):
+    spec = consistency_spec("ddp", *REPLICAS, constant, *more)
+    for seen in ranks.run(4, train_and_check, spec, 3, fault):
         assert seen.root_cause is not None
         assert (seen.root_cause.state, seen.root_cause.factor) == (subject, factor)
         assert seen.root_cause.step == faults.STEP
@@ -173,10 +182,10 @@ PER_TENSOR = ("overlap=none", "bucket=per-tensor")
 @pytest.mark.parametrize(
     ("fault", "told", "way"),
     [
-        (runs.to_maximum, "MAX for SUM", DifferenceKind.VALUE),
-        (runs.to_integers, "int32 for float32", DifferenceKind.DTYPE),
+        (runs.reduce_by_maximum, "MAX for SUM", DifferenceKind.VALUE),
+        (runs.reduce_as_integers, "int32 for float32", DifferenceKind.DTYPE),
         (
-            runs.out_of_order,
+            runs.reorder_buckets,
             "gradients embed.weight for gradients head.weight",
             DifferenceKind.VALUE,
         ),
@@ -185,8 +194,8 @@ PER_TENSOR = ("overlap=none", "bucket=per-tensor")
 def test_a_call_that_differs_on_one_rank_is_named(
     ranks: Ranks, fault: runs.Fault, told: str, way: DifferenceKind
 ) -> None:
-    spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
-    for seen in ranks.run(4, listen, spec, 3, fault):
+    spec = consistency_spec("ddp", *REPLICAS, *PER_TENSOR)
+    for seen in ranks.run(4, train_and_check_collectives, spec, 3, fault):
         first = seen.mismatches[0]
         assert (first.subject, first.rank, first.step) == (Subject.COLLECTIVE, 1, 2)
         assert (first.told, first.way) == (told, way)
@@ -195,20 +204,20 @@ def test_a_call_that_differs_on_one_rank_is_named(
 
 
 def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
-    for seen in ranks.run(4, listen, small("tp-dp"), 3, runs.left_out):
+    for seen in ranks.run(
+        4, train_and_check_collectives, small_spec("tp-dp"), 3, runs.skip_first_sum
+    ):
         assert seen.root_cause is not None
         assert (seen.root_cause.axis, seen.root_cause.factor) == ("dp_replicate", "is not called")
         assert seen.root_cause.ranks == (1, 3)
         assert "gradients" in seen.root_cause.place
 
 
-def test_training_stops_before_what_the_ranks_disagree_on_is_saved(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    fault = flipped(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
+def test_training_stops_before_saving_differing_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    fault = flip_bit(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
     every = ("train.steps=9", "checkpoint.every=2", "consistency_every=7", "eval.every=0")
     folder = tmp_path / "run"
-    told = ranks.run(4, trained, (*REPLICAS, *every), folder, fault)
+    told = ranks.run(4, train_with_fault, (*REPLICAS, *every), folder, fault)
     assert {code for code, _ in told} == {4}
     (words,) = {words for _, words in told}
     assert "step 4: values that must be identical on the ranks differ" in words

@@ -1,5 +1,5 @@
-"""Slices of the tokens over cp, alone and with every other axis, compute what one device computes,
-and cost what is predicted to the byte."""
+"""Token slices over cp, alone and with every other axis, compute the result of one device at
+exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -20,7 +20,7 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 # As many keys as queries; fewer, and a tied head; a tied head and learned positions.
 MODELS = ("llama", "gqa", "gpt")
-# What a rank does depends on the number of ranks, so each kind of ring has four once.
+# A rank's work depends on the number of ranks, so each kind of ring runs on four once.
 ALONE = {
     ("all-gather", "gqa", 2), ("ulysses", "gpt", 2), ("zigzag", "gqa", 4), (HYBRID, "gqa", 4),
 }  # fmt: skip
@@ -46,7 +46,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "O"},
     {"loss": {"chunk": 4}},
 )
-# Two axes beside cp, on eight ranks.
+# Two axes with cp, on eight ranks.
 TWO_OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
     (REPLICAS, {"dp_replicate": "ddp", **ZERO3}),
     (SHARDED, {"dp_replicate": "ddp", **ZERO3}),
@@ -56,19 +56,19 @@ TWO_OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
-    """Those that do not run by default run at night."""
+def nightly_except(cases: list[Any], default: Collection[Any]) -> list[Any]:
+    """Mark all cases that are not in the default run as nightly."""
     return [case if case in default else nightly(*case) for case in cases]
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "degree"),
-    some([*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))], ALONE),
+    nightly_except([*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))], ALONE),
 )
 def test_slices_alone_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, degree: int
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, degree=degree))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_slices_alone_are_exact_and_equal_one_device(
 def test_fewer_heads_of_keys_than_ranks_are_repeated(
     ranks: Ranks, attention: Any, kv_heads: int, degree: int
 ) -> None:
-    spec = spec_of(attention, degree=degree, shape={"kv_heads": kv_heads})
+    spec = context_spec(attention, degree=degree, shape={"kv_heads": kv_heads})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -86,23 +86,25 @@ def test_fewer_heads_of_keys_than_ranks_are_repeated(
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_however_many_micro_batches(
+def test_any_number_of_micro_batches_is_exact_and_equals_one_device(
     ranks: Ranks, attention: str, model: str, accumulate: int
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, accumulate=accumulate))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, accumulate=accumulate))
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "states"),
-    some([*product(ATTENTIONS, MODELS, STATES)], {("zigzag", "gqa", SHARDED)}),
+    nightly_except([*product(ATTENTIONS, MODELS, STATES)], {("zigzag", "gqa", SHARDED)}),
 )
-def test_states_cut_over_cp(ranks: Ranks, attention: str, model: str, states: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states))
+def test_states_sharded_over_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, attention: str, model: str, states: str
+) -> None:
+    assert not MATRIX.differences(ranks, context_spec(attention, model, states=states))
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "states", "data"),
-    some(
+    nightly_except(
         [*product(ATTENTIONS, MODELS, (REPLICAS, SHARDED, "R,S,R"), DATA)],
         (
             ("ring", "gqa", SHARDED, ZERO3),  # fully_shard over both
@@ -110,28 +112,30 @@ def test_states_cut_over_cp(ranks: Ranks, attention: str, model: str, states: st
         ),
     ),
 )
-def test_with_data_ranks(
+def test_cp_with_data_ranks_is_exact_and_equals_one_device(
     ranks: Ranks, attention: str, model: str, states: str, data: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states, other=data))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, states=states, other=data))
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "operators"),
-    some([*product(ATTENTIONS, MODELS, OPERATORS)], (("zigzag", "gpt", IN_SLICES),)),
+    nightly_except([*product(ATTENTIONS, MODELS, OPERATORS)], (("zigzag", "gpt", IN_SLICES),)),
 )
-def test_with_operators_cut(
+def test_cp_with_tp_is_exact_and_equals_one_device(
     ranks: Ranks, attention: str, model: str, operators: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, other=operators))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, other=operators))
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "schedule"),
-    some([*product(ATTENTIONS, MODELS, SCHEDULES)], {("zigzag", "gqa", "1f1b")}),
+    nightly_except([*product(ATTENTIONS, MODELS, SCHEDULES)], {("zigzag", "gqa", "1f1b")}),
 )
-def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) -> None:
-    spec = spec_of(
+def test_cp_with_pp_is_exact_and_equals_one_device(
+    ranks: Ranks, attention: str, model: str, schedule: str
+) -> None:
+    spec = context_spec(
         attention,
         model,
         other=STAGES,
@@ -144,36 +148,36 @@ def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) ->
 
 @pytest.mark.parametrize(
     ("attention", "model", "kept"),
-    some([*product(ATTENTIONS, MODELS, KEPT)], (("zigzag", "gqa", KEPT[0]),)),
+    nightly_except([*product(ATTENTIONS, MODELS, KEPT)], (("zigzag", "gqa", KEPT[0]),)),
 )
-def test_with_activations_kept_otherwise(
+def test_cp_with_every_activation_mode_is_exact_and_equals_one_device(
     ranks: Ranks, attention: str, model: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, model, **kept))
+    assert not MATRIX.differences(ranks, context_spec(attention, model, **kept))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("states", "others"), TWO_OTHERS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_with_two_other_axes(
+def test_cp_with_two_other_axes_is_exact_and_equals_one_device(
     ranks: Ranks, attention: str, model: str, states: str, others: dict[str, str]
 ) -> None:
-    spec = spec_of(attention, model, states=states, other=others, accumulate=2)
+    spec = context_spec(attention, model, states=states, other=others, accumulate=2)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
-def test_gradients_of_gathered_keys_are_exchanged_where_the_spec_says_so(ranks: Ranks) -> None:
-    assert not MATRIX.differences(ranks, spec_of("all-gather", reduce_scatter="all_to_all"))
+def test_gradients_of_gathered_keys_are_exchanged_if_the_spec_requests_it(ranks: Ranks) -> None:
+    assert not MATRIX.differences(ranks, context_spec("all-gather", reduce_scatter="all_to_all"))
 
 
 @pytest.mark.parametrize(
     ("attention", "layout"),
-    some([*product(ATTENTIONS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
+    nightly_except([*product(ATTENTIONS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, precision={"layout": layout}))
+    assert not MATRIX.differences(ranks, context_spec(attention, precision={"layout": layout}))
 
 
 @pytest.mark.nightly
@@ -181,8 +185,8 @@ def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: st
     "shape", [{"attention_soft_cap": 20.0}, {"window": 6}, {"dropout": 0.0}], ids=str
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_all_tokens_of_some_heads_take_whatever_one_device_takes(
+def test_ulysses_supports_every_attention_of_one_device(
     ranks: Ranks, shape: dict[str, Any], attention: str
 ) -> None:
-    spec = spec_of("ulysses", "llama", shape=shape, attention=attention)
+    spec = context_spec("ulysses", "llama", shape=shape, attention=attention)
     assert not MATRIX.differences(ranks, spec)

@@ -1,5 +1,5 @@
-"""Dropout outside attention over cp: what becomes of a token follows from its place in the whole
-sequence, so that slices compute what all tokens on one rank compute, and cost what is predicted."""
+"""Dropout outside attention over cp depends on a token's position in the full sequence, so slices
+compute the result of one rank with all tokens at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
-from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX, STEPS
-from tests.gloo.runs import train
-from tests.gloo.test_context import DATA, IN_SLICES, KEPT, MODELS, SHARDED, STAGES, STATES, some
-from tests.gloo.test_exact import failing
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_context import (
+    DATA,
+    IN_SLICES,
+    KEPT,
+    MODELS,
+    SHARDED,
+    STAGES,
+    STATES,
+    nightly_except,
+)
+from tests.gloo.test_exact import failed_checks
 from tests.gloo.test_own_context import GPT2
 from tests.gloo.test_tensor_dropout import STEPS as DROPPED_STEPS
-from tests.gloo.test_tensor_dropout import Drawn, train_and_keep_masks
+from tests.gloo.test_tensor_dropout import MaskRecorder, train_and_keep_masks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, compare, one_device
 
@@ -43,12 +52,12 @@ OPT: dict[str, Any] = {
 }
 
 
-def dropping(attention: str, model: str = "gqa", **sections: Any) -> Spec:
-    return spec_of(attention, model, shape=OUTSIDE, **sections)
+def dropout_spec(attention: str, model: str = "gqa", **sections: Any) -> Spec:
+    return context_spec(attention, model, shape=OUTSIDE, **sections)
 
 
 OWN: dict[str, dict[str, Any]] = {
-    "gpt2": {"hf": "gpt2", "config": GPT2 | {"attn_pdrop": 0.0}},  # behind embedding, sub-blocks
+    "gpt2": {"hf": "gpt2", "config": GPT2 | {"attn_pdrop": 0.0}},  # after embedding, sub-blocks
     "opt": {"hf": "opt", "config": OPT},  # of all samples' tokens in one dimension
     "module": {"target": "tests.models_sliced:dropping"},
     "flat": {"target": "tests.models_sliced:dropping", "arguments": {"kind": "flat"}},
@@ -57,27 +66,30 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def own_dropping(attention: str, model: str, **sections: Any) -> Spec:
-    """Two samples a micro-batch."""
+def user_dropout_spec(attention: str, model: str, **sections: Any) -> Spec:
+    """Return a spec of a user's model with dropout and two samples per micro-batch."""
     if "hf" in OWN[model]:
         pytest.importorskip("transformers")
     count = 2 * sections.get("accumulate", 1)
     batch = {"global": count, "micro": 2, "sequence": 16}
-    return spec_of(attention, f"own-{model}", own=OWN[model], batch=batch, **sections)
+    return context_spec(attention, f"own-{model}", own=OWN[model], batch=batch, **sections)
 
 
-def with_whole_samples(ranks: Ranks, spec: Spec) -> Trajectory:
-    """What the spec's other axes compute without cp: each draws as it does."""
+def train_without_cp(ranks: Ranks, spec: Spec) -> Trajectory:
+    """Return the trajectory of the spec's other axes without cp; each rank draws its masks as
+    before."""
     others = tuple(factor for factor in spec.factors if factor.axis is not Axis.CP)
     alone = replace(spec, factors=others, context=None)
-    trajectory: Trajectory | None = ranks.run(alone.world_size, train, alone, STEPS)[0].trajectory
+    trajectory: Trajectory | None = ranks.run(alone.world_size, train_on_rank, alone, STEPS)[
+        0
+    ].trajectory
     assert trajectory is not None
     return trajectory
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "degree"),
-    some(
+    nightly_except(
         [*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))],
         {("zigzag", "gpt", 2)},
     ),
@@ -85,67 +97,73 @@ def with_whole_samples(ranks: Ranks, spec: Spec) -> Trajectory:
 def test_slices_draw_the_masks_of_one_device(
     ranks: Ranks, attention: str, model: str, degree: int
 ) -> None:
-    assert not MATRIX.differences(ranks, dropping(attention, model, degree=degree))
+    assert not MATRIX.differences(ranks, dropout_spec(attention, model, degree=degree))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_states_cut_over_cp(ranks: Ranks, attention: str, states: str) -> None:
-    assert not MATRIX.differences(ranks, dropping(attention, states=states))
+def test_states_sharded_over_cp_draw_the_masks_of_one_device(
+    ranks: Ranks, attention: str, states: str
+) -> None:
+    assert not MATRIX.differences(ranks, dropout_spec(attention, states=states))
 
 
 @pytest.mark.parametrize(
-    ("attention", "data"), some([*product(("ring", "zigzag"), DATA)], [("zigzag", DATA[-1])])
+    ("attention", "data"),
+    nightly_except([*product(("ring", "zigzag"), DATA)], [("zigzag", DATA[-1])]),
 )
-def test_each_data_rank_draws_its_own(ranks: Ranks, attention: str, data: dict[str, str]) -> None:
-    """One device that draws rank after rank as these do."""
-    assert not MATRIX.differences(ranks, dropping(attention, states=SHARDED, other=data))
+def test_each_data_rank_draws_different_masks(
+    ranks: Ranks, attention: str, data: dict[str, str]
+) -> None:
+    """Compare with one device that draws the masks of all ranks in turn."""
+    assert not MATRIX.differences(ranks, dropout_spec(attention, states=SHARDED, other=data))
 
 
 @pytest.mark.parametrize(
-    ("attention", "kept"), some([*product(("ring", "zigzag"), KEPT)], [("zigzag", KEPT[0])])
+    ("attention", "kept"),
+    nightly_except([*product(("ring", "zigzag"), KEPT)], [("zigzag", KEPT[0])]),
 )
-def test_what_is_computed_again_draws_again(
+def test_recomputation_draws_the_same_masks(
     ranks: Ranks, attention: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, dropping(attention, **kept))
+    assert not MATRIX.differences(ranks, dropout_spec(attention, **kept))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("other", [{"tp": "S,S,S,R"}, STAGES], ids=str)
 @pytest.mark.parametrize("model", ["gqa", "gpt"])
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "ulysses"])
-def test_with_an_axis_that_draws_its_own_it_is_that_axis_alone(
+def test_cp_draws_the_masks_of_the_same_spec_without_cp(
     ranks: Ranks, attention: str, model: str, other: dict[str, str]
 ) -> None:
-    spec = dropping(attention, model, other=other, accumulate=2)
-    assert not MATRIX.differences(ranks, spec, with_whole_samples(ranks, spec))
+    spec = dropout_spec(attention, model, other=other, accumulate=2)
+    assert not MATRIX.differences(ranks, spec, train_without_cp(ranks, spec))
 
 
 @pytest.mark.parametrize(
     ("attention", "model"),
-    some(
+    nightly_except(
         [*product(("ring", "zigzag", "ulysses"), OWN)],
         [("zigzag", "gpt2")],
     ),
 )
-def test_models_that_are_not_built_in_drop_as_one_device_does(
-    ranks: Ranks, attention: str, model: str
-) -> None:
-    assert not MATRIX.differences(ranks, own_dropping(attention, model))
+def test_user_models_draw_the_masks_of_one_device(ranks: Ranks, attention: str, model: str) -> None:
+    assert not MATRIX.differences(ranks, user_dropout_spec(attention, model))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("other", [{"tp": "S,S,S,R"}, STAGES], ids=str)
-def test_so_do_they_beside_an_axis_that_draws_its_own(ranks: Ranks, other: dict[str, str]) -> None:
-    spec = own_dropping("zigzag", "gpt2", other=other, accumulate=2)
-    assert not MATRIX.differences(ranks, spec, with_whole_samples(ranks, spec))
+def test_user_models_draw_the_masks_of_the_same_spec_without_cp(
+    ranks: Ranks, other: dict[str, str]
+) -> None:
+    spec = user_dropout_spec("zigzag", "gpt2", other=other, accumulate=2)
+    assert not MATRIX.differences(ranks, spec, train_without_cp(ranks, spec))
 
 
-def joined(masks: Sequence[torch.Tensor], spans: Sequence[Spans]) -> torch.Tensor:
-    """One device's mask of those from which the ranks of cp × tp took their parts: where these are
-    of some of the tokens, of the tokens that each rank has."""
+def join_masks(masks: Sequence[torch.Tensor], spans: Sequence[Spans]) -> torch.Tensor:
+    """Return the full mask from the parts that the ranks of cp × tp used. Parts of some of the
+    tokens are joined over the tokens that each rank has."""
     whole = torch.empty(masks[0].shape[0], SEQUENCE, *masks[0].shape[2:], dtype=torch.bool)
     for own, mask in zip(spans, masks, strict=True):
         places = torch.cat([torch.arange(*span) for span in own])
@@ -155,11 +173,11 @@ def joined(masks: Sequence[torch.Tensor], spans: Sequence[Spans]) -> torch.Tenso
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("attention", "model"), [("zigzag", "gpt"), ("ring", "gqa")])
-def test_in_slices_over_tp_each_token_has_a_mask_of_its_own(
+def test_sequence_parallel_slices_draw_different_masks_per_token(
     ranks: Ranks, attention: str, model: str
 ) -> None:
-    """With these masks one device computes the same."""
-    spec = dropping(attention, model, other=IN_SLICES, accumulate=1)
+    """Compare with one device that uses the joined masks."""
+    spec = dropout_spec(attention, model, other=IN_SLICES, accumulate=1)
     reports = ranks.run(spec.world_size, train_and_keep_masks, spec)
     step, half = context_of(spec), SEQUENCE // 4
     assert step is not None
@@ -170,20 +188,20 @@ def test_in_slices_over_tp_each_token_has_a_mask_of_its_own(
         own = tokens[place * half :][:half]
         spans.append(tuple((token, token + 1) for token in own))
         kept.append([mask[:, index * half :][:, :half] for mask in masks])
-    replayed = [joined(masks, spans) for masks in zip(*kept, strict=True)]
+    replayed = [join_masks(masks, spans) for masks in zip(*kept, strict=True)]
     assert len({mask.numpy().tobytes() for masks in kept for mask in masks}) == 4 * len(kept[0])
-    with Drawn(mask.double() for mask in replayed) as drawn:
+    with MaskRecorder(mask.double() for mask in replayed) as drawn:
         reference = one_device(spec, DROPPED_STEPS)
     assert len(drawn.masks) == len(replayed)
     trajectory = reports[0][0].trajectory
     assert trajectory is not None
-    assert not failing(compare(reference, trajectory, FP64))
+    assert not failed_checks(compare(reference, trajectory, FP64))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["ring", "zigzag"])
-def test_in_slices_over_tp_bytes_are_exact(ranks: Ranks, attention: str) -> None:
-    """Beside the same run: what it computes is the test's before."""
-    spec = dropping(attention, "gpt", other=IN_SLICES)
-    again = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+def test_sequence_parallel_dropout_is_predicted_to_the_byte(ranks: Ranks, attention: str) -> None:
+    """Check bytes of the run whose values the test before checks."""
+    spec = dropout_spec(attention, "gpt", other=IN_SLICES)
+    again = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert not MATRIX.differences(ranks, spec, again)

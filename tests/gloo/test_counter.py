@@ -1,4 +1,5 @@
-"""The always-on counter: few looks see every collective, and one that came too late says so."""
+"""The collective counter reads the flight recorder rarely, counts every collective, and reports an
+overwritten one."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SENT = 4 * NUMEL  # by one of two ranks, of an all-reduce
 RING = 2000
 
 
-def looks(steps: int, per_step: int, wanted: bool) -> list[CollectiveCount | None]:
-    """What each step's look saw, and a last one."""
+def train_and_read(steps: int, per_step: int, wanted: bool) -> list[CollectiveCount | None]:
+    """Return the reading of each step, and a final one."""
     counter, tensor, found = CollectiveCounter(), torch.zeros(NUMEL), []
     for _ in range(steps):
         for _ in range(per_step):
@@ -27,34 +28,34 @@ def looks(steps: int, per_step: int, wanted: bool) -> list[CollectiveCount | Non
     return [*found, counter.read()]
 
 
-def seen(ranks: Ranks, *arguments: object) -> list[CollectiveCount]:
-    """By the looks of rank 0 that were taken."""
-    return [each for each in ranks.run(2, looks, *arguments)[0] if each is not None]
+def readings_of_rank_0(ranks: Ranks, *arguments: object) -> list[CollectiveCount]:
+    """Return the readings of rank 0."""
+    return [each for each in ranks.run(2, train_and_read, *arguments)[0] if each is not None]
 
 
 @pytest.mark.nightly
-def test_a_look_that_nobody_wants_comes_before_the_ring_is_full(ranks: Ranks) -> None:
-    taken = seen(ranks, STEPS, PER_STEP, False)
+def test_an_unrequested_reading_happens_before_the_ring_is_full(ranks: Ranks) -> None:
+    taken = readings_of_rank_0(ranks, STEPS, PER_STEP, False)
     assert sum(each.calls for each in taken) == STEPS * PER_STEP
     assert sum(each.sent_bytes for each in taken) == STEPS * PER_STEP * SENT
     assert not any(each.missed for each in taken)
     assert len(taken) == -(-STEPS // (RING // PER_STEP))
 
 
-def test_a_wanted_look_waits_until_it_is_cheap_and_counts_what_came_before_it(
+def test_a_requested_reading_waits_until_it_is_cheap_and_includes_earlier_collectives(
     ranks: Ranks,
 ) -> None:
-    taken = seen(ranks, SHORT_STEPS, 2, True)
+    taken = readings_of_rank_0(ranks, SHORT_STEPS, 2, True)
     assert sum(rows.calls for rows in taken) == SHORT_STEPS * 2
     assert len(taken) < SHORT_STEPS / 2  # a step takes far less than a look / SHARE
 
 
-def test_what_was_overwritten_is_missed(ranks: Ranks) -> None:
-    (last,) = seen(ranks, 1, RING + 7, False)
+def test_overwritten_collectives_are_reported_as_missing(ranks: Ranks) -> None:
+    (last,) = readings_of_rank_0(ranks, 1, RING + 7, False)
     assert (last.calls, last.missed) == (RING, 7)
 
 
-def test_the_rings_size_is_the_one_that_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_has_the_size_that_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert flight_recorder_size() == RING

@@ -1,5 +1,5 @@
-"""Every dial of DDP and of FSDP2 does what its prediction says, call by call, and changes nothing
-that is computed."""
+"""Every option of DDP and FSDP2 has its predicted effect, call by call, and does not change the
+computed values."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
-from tests.gloo.rows import Setting, default
-from tests.gloo.runs import train
-from tests.gloo.test_checkpoint import load_saved, step, whole
-from tests.gloo.test_rows import lines_of, result_of
+from tests.gloo.rows import Setting, default_setting
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_checkpoint import full_state, load_saved, step
+from tests.gloo.test_rows import failed_lines, run_setting
 from tests.ranks import Ranks
 from tests.resident import resident
 
@@ -38,7 +38,7 @@ LAST = ("last", True, True)
 
 @dataclass(frozen=True)
 class Dial:
-    """A row with some dials turned."""
+    """A row with some options changed."""
 
     row: str
     turned: Mapping[str, Any]
@@ -48,8 +48,9 @@ class Dial:
         return "-".join([self.row, *(f"{k}={v}" for k, v in self.turned.items())]).replace(" ", "")
 
     def settings(self) -> list[Setting]:
-        """In fp64, and in its own dtypes where a layout mixes them; at night in both."""
-        in_fp64 = default(self.row).with_dials(**self.turned, fp64=True)
+        """Yield each setting in fp64, and in its default dtypes if a layout mixes dtypes; both at
+        night."""
+        in_fp64 = default_setting(self.row).with_dials(**self.turned, fp64=True)
         is_plain = in_fp64.values["layout"] == "fp32"
         is_once = self.is_default and is_plain
         return [in_fp64] if is_once else [in_fp64, in_fp64.with_dials(fp64=False)]
@@ -61,7 +62,7 @@ def dial(row: str, is_default: bool = False, **turned: Any) -> Any:
     return pytest.param(chosen, id=str(chosen), marks=marks)
 
 
-SHORT = True  # what the short run of the suite has
+SHORT = True  # the default subset
 DIALS = (
     dial("ddp", SHORT, overlap="none", bucket="32 KiB"),
     dial("ddp", overlap="none", bucket="per-tensor", accumulate=3),
@@ -93,16 +94,16 @@ DIALS = (
 
 
 @pytest.mark.parametrize("chosen", DIALS)
-def test_calls_bytes_and_peaks_are_predicted_and_what_is_computed_is_that_of_one_device(
-    ranks: Ranks, chosen: Dial
-) -> None:
+def test_options_are_predicted_exactly_and_equal_one_device(ranks: Ranks, chosen: Dial) -> None:
     for setting in chosen.settings():
-        assert not lines_of(result_of(ranks, setting))
+        assert not failed_lines(run_setting(ranks, setting))
 
 
-def test_units_kept_by_smaller_groups_are_gathered_over_these_in_backward(ranks: Ranks) -> None:
-    spec = default("zero3").with_dials(size=4, reshard=2).spec()
-    outcome = Outcome(spec, ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP))
+def test_units_resharded_to_smaller_groups_are_gathered_over_these_in_backward(
+    ranks: Ranks,
+) -> None:
+    spec = default_setting("zero3").with_dials(size=4, reshard=2).spec()
+    outcome = Outcome(spec, ranks.run(4, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP))
     forward, backward = (
         next(
             row
@@ -127,7 +128,7 @@ def _parameters_and_owners(spec: Spec) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_tensor_has_the_owner_that_the_prediction_gives_it(ranks: Ranks, size: int) -> None:
-    spec = default("ddp-zero-redundancy").with_dials(size=size).spec()
+    spec = default_setting("ddp-zero-redundancy").with_dials(size=size).spec()
     numels, owners = ranks.run(size, _parameters_and_owners, spec)[0]
     assert numels == [tensor.numel for tensor in facts_of(spec).tensors]
     assert assign_owners(numels, size) == owners
@@ -138,15 +139,15 @@ def _state_after(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     for index in range(2):
         step(program, index)
     checkpoint.save(program, Path(folder), 2, Exchange(program.world))
-    return whole(program)
+    return full_state(program)
 
 
 def _state_of(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """As loaded, and after one more step."""
+    """Return the state after loading, and after one more step."""
     program = interpret(spec, world=World.join(spec.timeout))
     loaded = load_saved(program, folder)
     step(program, 2)
-    return loaded, whole(program)
+    return loaded, full_state(program)
 
 
 PAIRS = (
@@ -158,12 +159,16 @@ PAIRS = (
 
 
 @pytest.mark.parametrize(("saved", "loaded", "turned"), PAIRS, ids=lambda each: str(each))
-def test_a_run_goes_on_under_another_placement(
+def test_a_run_continues_under_another_placement(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, turned: Mapping[str, Any]
 ) -> None:
-    first = default(saved).with_dials(fp64=True, accumulate=2, **turned).spec()
+    first = default_setting(saved).with_dials(fp64=True, accumulate=2, **turned).spec()
     size = 4 if loaded != saved else 2
-    then = default(loaded).with_dials(fp64=True, accumulate=4 // size, size=size, **turned).spec()
+    then = (
+        default_setting(loaded)
+        .with_dials(fp64=True, accumulate=4 // size, size=size, **turned)
+        .spec()
+    )
     before = ranks.run(2, _state_after, first, str(tmp_path))[0]
     after, later = ranks.run(size, _state_of, then, str(tmp_path))[0]
     assert set(before) == set(after)
@@ -173,7 +178,7 @@ def test_a_run_goes_on_under_another_placement(
     assert set(moved) == set(after)
 
 
-# -- what is left over
+# -- remaining memory
 
 
 def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
@@ -185,5 +190,5 @@ def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
 
 
 def test_an_evaluation_leaves_nothing_of_a_smaller_group(ranks: Ranks) -> None:
-    spec = default("zero3").with_dials(size=4, reshard=2).spec()
+    spec = default_setting("zero3").with_dials(size=4, reshard=2).spec()
     assert ranks.run(4, _bytes_after_evaluation, spec)[0][State.TRANSIENT] == 0

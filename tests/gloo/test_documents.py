@@ -1,5 +1,5 @@
-"""Samples of several documents over cp and pp: tokens attend to their own document alone, parts of
-which other ranks have, and whose tokens no stage but the first embeds."""
+"""Samples with several documents over cp and pp: a token attends to its document only, whose other
+tokens may be on other ranks, and only the first stage embeds tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.gloo import context_cases, pipeline_cases, tensor_cases
 from tests.gloo.context_runs import MATRIX
-from tests.gloo.pipeline_cases import SCHEDULES, layers_of
+from tests.gloo.pipeline_cases import SCHEDULES, layer_count
 from tests.gloo.pipeline_runs import MATRIX as STAGES
 from tests.ranks import Ranks
 
@@ -57,24 +57,28 @@ STAGED: tuple[tuple[str, dict[str, Any]], ...] = (
         nightly({"ulysses": 2, "ring": 1}, "gqa", 2),
     ],
 )
-def test_over_cp(ranks: Ranks, variant: Any, model: str, degree: int) -> None:
-    spec = context_cases.spec_of(variant, model, degree=degree, shape=SHAPE)
+def test_documents_over_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, variant: Any, model: str, degree: int
+) -> None:
+    spec = context_cases.context_spec(variant, model, degree=degree, shape=SHAPE)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["all-gather", "ulysses", "zigzag"])
 @pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_over_cp_and_what_it_is_multiplied_with(
+def test_documents_over_cp_with_other_axes_are_exact_and_equal_one_device(
     ranks: Ranks, variant: str, case: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, context_cases.spec_of(variant, shape=SHAPE, **case))
+    assert not MATRIX.differences(ranks, context_cases.context_spec(variant, shape=SHAPE, **case))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["all-gather", "ulysses", "ring"])
-def test_over_cp_that_end_with_a_token(ranks: Ranks, variant: str) -> None:
-    spec = context_cases.spec_of(variant, "gqa", degree=2, shape={"document_end": 32})
+def test_documents_with_end_tokens_over_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, variant: str
+) -> None:
+    spec = context_cases.context_spec(variant, "gqa", degree=2, shape={"document_end": 32})
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -89,14 +93,18 @@ def test_over_cp_that_end_with_a_token(ranks: Ranks, variant: str) -> None:
     ],
     ids=str,
 )
-def test_over_pp(ranks: Ranks, model: str, schedule: str, case: dict[str, Any]) -> None:
-    layers = layers_of(case["mesh"]["pp"], schedule)
+def test_documents_over_pp_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, schedule: str, case: dict[str, Any]
+) -> None:
+    layers = layer_count(case["mesh"]["pp"], schedule)
     given = {**case, "shape": {**case["shape"], "layers": layers}}
-    assert not STAGES.differences(ranks, pipeline_cases.spec_of(model, schedule, **given))
+    assert not STAGES.differences(ranks, pipeline_cases.pipeline_spec(model, schedule, **given))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [{}, {"attention": "eager"}], ids=str)
-def test_without_cp(ranks: Ranks, case: dict[str, Any]) -> None:
-    spec = tensor_cases.spec_of("gqa", data={"dp_shard": "zero3"}, shape=SHAPE, **case)
+def test_documents_without_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, case: dict[str, Any]
+) -> None:
+    spec = tensor_cases.tensor_spec("gqa", data={"dp_shard": "zero3"}, shape=SHAPE, **case)
     assert not MATRIX.differences(ranks, spec)

@@ -1,4 +1,4 @@
-"""Specs drawn from the whole grammar hold and send on gloo ranks what `exact` says, to the byte;
+"""Specs drawn from the full grammar have exactly the predicted memory and traffic on gloo ranks;
 their peaks are within 2 %."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.parts import FIRST_STEADY, setup_traffic
-from tests.adversary.random_specs import Written, accepted, drawn
+from tests.adversary.random_specs import Written, load_accepted, random_spec
 from tests.ranks import CALL_SECONDS, Pool, RankError, Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -33,7 +33,7 @@ ELSEWHERE = ("device", "backend", "cluster", "timeout")  # of other machines
 REFUSED = "ptrain.errors.SpecError: "
 
 
-def here(written: Written, folder: Path) -> Written:
+def gloo_spec(written: Written, folder: Path) -> Written:
     """Return the spec for gloo ranks of this machine."""
     spec = {key: value for key, value in written.items() if key not in ELSEWHERE}
     if isinstance(spec.get("offload"), dict) and "path" in spec["offload"]:
@@ -41,8 +41,8 @@ def here(written: Written, folder: Path) -> Written:
     return spec
 
 
-def steady(spec: Spec) -> Estimate:
-    """Return what this rank measures of the third step."""
+def measure_third_step(spec: Spec) -> Estimate:
+    """Return this rank's measurement of the third step."""
     program = interpret(spec, world=World.join(spec.timeout, device="cpu", backend="gloo"))
     rows = spec.batch.accumulate * spec.batch.micro
     tokens = torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64)
@@ -60,7 +60,7 @@ def steady(spec: Spec) -> Estimate:
     return replace(after, traffic=(*after.traffic, *setup_traffic(before.traffic, after.traffic)))
 
 
-def is_off(check: Check) -> bool:
+def has_mismatch(check: Check) -> bool:
     if check.predicted == check.measured:
         return False
     if not check.name.startswith("peak") or not check.predicted or not check.measured:
@@ -69,22 +69,22 @@ def is_off(check: Check) -> bool:
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Pool]:
-    """Yield a pool of a size that the session's pools lack."""
+def three_ranks() -> Iterator[Pool]:
+    """Yield a pool of three ranks, which the session's pools lack."""
     pool = Pool(3)
     yield pool
     pool.close()
 
 
-def compared(ranks: Ranks, three: Pool, written: Written) -> Iterator[Check]:
-    """Yield all figures of all ranks; none of a spec that every rank refuses."""
+def compare_all_ranks(ranks: Ranks, three: Pool, written: Written) -> Iterator[Check]:
+    """Yield the checks of all ranks; none if every rank rejects the spec."""
     try:
-        spec = replace(accepted(written), device="cpu")
+        spec = replace(load_accepted(written), device="cpu")
         exact = derive(spec, facts_of(spec)).exact
         if spec.world_size == three.size:
-            estimates = three.run(steady, spec, timeout=CALL_SECONDS)
+            estimates = three.run(measure_third_step, spec, timeout=CALL_SECONDS)
         else:
-            estimates = ranks.run(spec.world_size, steady, spec)
+            estimates = ranks.run(spec.world_size, measure_third_step, spec)
         for rank, measured in enumerate(estimates):
             yield from compare_estimates(exact.of_rank(rank), measured)
     except PtrainError:
@@ -95,17 +95,17 @@ def compared(ranks: Ranks, three: Pool, written: Written) -> Iterator[Check]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
-def test_a_drawn_spec_holds_and_sends_on_gloo_what_was_derived(
-    ranks: Ranks, three: Pool, first: int, tmp_path: Path
+def test_a_drawn_spec_has_the_predicted_memory_and_traffic_on_gloo(
+    ranks: Ranks, three_ranks: Pool, first: int, tmp_path: Path
 ) -> None:
     wrong, num_compared = [], 0
     for seed in range(first, first + AT_ONCE):
-        draw = drawn(seed, max(SIZES))
-        if len(draw.ranks) > 1 and accepted(draw.written).world_size in SIZES:
-            checks = list(compared(ranks, three, here(draw.written, tmp_path)))
+        draw = random_spec(seed, max(SIZES))
+        if len(draw.ranks) > 1 and load_accepted(draw.written).world_size in SIZES:
+            checks = list(compare_all_ranks(ranks, three_ranks, gloo_spec(draw.written, tmp_path)))
             num_compared += bool(checks)
             wrong += [
-                f"seed {seed}: {check.name}: {check.why}" for check in checks if is_off(check)
+                f"seed {seed}: {check.name}: {check.why}" for check in checks if has_mismatch(check)
             ]
     assert not wrong, "\n".join(wrong)
     assert num_compared > AT_ONCE // 4, "most are refused, and nothing is compared"

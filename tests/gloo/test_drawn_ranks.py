@@ -1,4 +1,5 @@
-"""Ranks that draw a model's initial values tensor by tensor begin as ranks that build it whole."""
+"""Ranks that draw a model's initial values tensor by tensor start with the values of ranks that
+build the full model."""
 
 from __future__ import annotations
 
@@ -27,20 +28,21 @@ TITAN = "model={target: 'tests.models_on_meta:LikeTitan'}"
 BATCH = "batch={global: 8, micro: 1, sequence: 16}"
 
 
-def begun_both_ways(spec: Spec) -> tuple[str, str, list[str]]:
-    """Return why the model was built whole each time, and the local tensors that differ."""
+def initialize_both_ways(spec: Spec) -> tuple[str, str, list[str]]:
+    """Return the reason why the full model was built in each case, and the local tensors that
+    differ."""
     world = World.join(spec.timeout)
     drawn = interpret(spec, world=world, allow_import=True)
-    held = _held(drawn.state_dict()["model"])
+    held = _local_tensors(drawn.state_dict()["model"])
     with mock.patch.object(look, "build_module_on_meta", side_effect=NeedsValuesError("as a test")):
         whole = interpret(spec, world=world, allow_import=True)
-    expected = _held(whole.state_dict()["model"])
+    expected = _local_tensors(whole.state_dict()["model"])
     assert held.keys() == expected.keys()
     differing = [name for name, tensor in held.items() if not torch.equal(tensor, expected[name])]
     return drawn.whole_because, whole.whole_because, differing
 
 
-def _held(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _local_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     local = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
     return {name: tensor.clone() for name, tensor in local.items()}
 
@@ -74,6 +76,6 @@ def test_ranks_begin_with_the_values_of_the_constructor(
     if "hf:" in model:
         pytest.importorskip("transformers")
     spec = load(placement, (model, BATCH, *changes)).spec
-    for drawn, whole, differing in ranks.run(spec.world_size, begun_both_ways, spec):
+    for drawn, whole, differing in ranks.run(spec.world_size, initialize_both_ways, spec):
         assert (drawn, whole) == ("", "as a test")
         assert not differing

@@ -1,5 +1,5 @@
-"""`exact` is exact: what was predicted and what a run measured differ by 0 bytes and 0 calls, and
-the peak by at most 2 %; and the meter is no echo of the prediction."""
+"""The `exact` prediction and the measurement differ by 0 bytes and 0 calls, and the peak by at most
+2 %; the meter does not read the prediction."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare_estimates, verdict_word
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters
+from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, parameters, strategy_case
 from tests.gloo.outcomes import MEASURED_STEP, Outcome, Runs
-from tests.gloo.runs import Report, train
+from tests.gloo.runs import Report, train_on_rank
 from tests.ranks import Ranks
 from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
@@ -24,7 +24,7 @@ from tests.trajectories import compare as compare_runs
 pytestmark = pytest.mark.gloo
 
 
-def failing(checks: tuple[Check, ...]) -> list[str]:
+def failed_checks(checks: tuple[Check, ...]) -> list[str]:
     return [
         f"{check.name}: predicted {check.predicted}, measured {check.measured}"
         for check in checks
@@ -33,7 +33,7 @@ def failing(checks: tuple[Check, ...]) -> list[str]:
 
 
 def require_complete(outcome: Outcome) -> None:
-    """Both sides have every state on every rank, and traffic: nothing holds by absence."""
+    """Require every state on every rank, and traffic, on both sides: no check holds by absence."""
     size = outcome.spec.world_size
     for estimate in (outcome.exact, outcome.measured):
         rows = {(row.state, row.rank) for row in estimate.memory}
@@ -48,7 +48,7 @@ def require_complete(outcome: Outcome) -> None:
 def test_predicted_and_measured_differ_by_nothing(runs: Runs, case: Case) -> None:
     outcome = runs.of(case)
     require_complete(outcome)
-    assert not failing(outcome.checks)
+    assert not failed_checks(outcome.checks)
 
 
 @pytest.mark.parametrize("policy", SYNC_POLICIES, ids=str)
@@ -58,13 +58,14 @@ def test_each_sync_policy_moves_its_units_and_equals_one_device(
 ) -> None:
     case = _with_policy(policy, wrapped)
     outcome = runs.of(case)
-    assert not failing(outcome.checks)
+    assert not failed_checks(outcome.checks)
     assert _units_moved(outcome) == SYNC_POLICIES[policy](case.accumulate)
-    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+    assert not failed_checks(compare_runs(runs.reference(case), outcome.trajectory, FP64))
 
 
 def _with_policy(policy: tuple[str, bool, bool], wrapped: str) -> Case:
-    """On FSDP2, and on flat units with gathered parameters (optimizer state whole)."""
+    """Yield cases for FSDP2, and for flat units with gathered parameters and replicated optimizer
+    state."""
     tuple_ = "zero3" if wrapped == "zero3" else _tuple("S*", "R", "S")
     return Case(
         name=f"{wrapped}-{'-'.join(map(str, policy))}",
@@ -86,7 +87,7 @@ def _tuple(parameters: str, optimizer: str, gradients: str) -> tuple[tuple[str, 
 
 
 def _units_moved(outcome: Outcome) -> tuple[float, float]:
-    """All-gathers and reduce-scatters in forward and backward, per unit."""
+    """Return all-gathers and reduce-scatters in forward and backward, per unit."""
     num_units = outcome.spec.model.layers + 1  # type: ignore[union-attr]
     counts = [
         sum(
@@ -108,8 +109,8 @@ def test_the_measurement_of_one_strategy_fails_the_prediction_of_another(
     runs: Runs, claimed: str, executed: str
 ) -> None:
     settings = _settings(executed)
-    predicted = named(claimed, 4, **settings).spec()
-    measured = runs.of(named(executed, 4, **settings)).measured
+    predicted = strategy_case(claimed, 4, **settings).spec()
+    measured = runs.of(strategy_case(executed, 4, **settings)).measured
     assert (
         verdict_word(compare_estimates(derive(predicted, facts_of(predicted)).exact, measured))
         == "fails"
@@ -117,7 +118,7 @@ def test_the_measurement_of_one_strategy_fails_the_prediction_of_another(
 
 
 def _settings(strategy: str) -> dict[str, object]:
-    """The default subset's own run of this strategy on 4 ranks."""
+    """Return the default subset's run of this strategy on 4 ranks."""
     case = min(
         (each for each in DEFAULT if each.name == strategy and each.size == 4),
         key=lambda each: (each.model != "odd", each.via != "native", each.layout),
@@ -126,10 +127,10 @@ def _settings(strategy: str) -> dict[str, object]:
 
 
 def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
-    """The program says `spec` and executes the plan of `other`."""
+    """Train the plan of `other` in a program of `spec`."""
     lower = look.lower
     look.lower = lambda _, *model: lower(other, *model)  # type: ignore[assignment]
-    report = train(spec, steps, MEASURED_STEP)
+    report = train_on_rank(spec, steps, MEASURED_STEP)
     look.lower = lower
     return report
 
@@ -138,9 +139,9 @@ def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
 def test_a_program_that_executes_another_plan_than_predicted_fails(
     ranks: Ranks, executed: str
 ) -> None:
-    spec, other = named("zero3", 2).spec(), named(executed, 2).spec()
+    spec, other = strategy_case("zero3", 2).spec(), strategy_case(executed, 2).spec()
     reports = ranks.run(2, _train_another_plan, spec, other, MEASURED_STEP + 1)
     measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     assert verdict_word(checks) == "fails"
-    assert not failing(compare_estimates(derive(other, facts_of(other)).exact, measured))
+    assert not failed_checks(compare_estimates(derive(other, facts_of(other)).exact, measured))

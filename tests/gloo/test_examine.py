@@ -1,4 +1,4 @@
-"""A program and one device side by side: every tensor of every moment, on running wrappers."""
+"""A program compared with one device, for every tensor of every moment, under all wrappers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.examine import TOLERANCE, examine
 from ptrain.verification.jobs.job import LoopVerdict
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -34,7 +34,7 @@ COMPARED = {
 }  # fmt: skip
 
 
-def examined(spec: Spec, steps: int) -> LoopVerdict:
+def run_examination(spec: Spec, steps: int) -> LoopVerdict:
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
@@ -44,30 +44,30 @@ def examined(spec: Spec, steps: int) -> LoopVerdict:
 
 
 @pytest.mark.parametrize("activations", ["S", pytest.param("R", marks=pytest.mark.nightly)])
-def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activations: str) -> None:
-    """Over tp they are summed behind the layer, and so are the gradients of what weighs them."""
-    spec = spec_of("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
-    for examination in ranks.run(spec.world_size, examined, spec, 1):
+def test_partial_expert_outputs_are_not_compared_as_sums(ranks: Ranks, activations: str) -> None:
+    """Over tp they are summed after the layer, like the gradients of the routing weights."""
+    spec = expert_spec("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
+    for examination in ranks.run(spec.world_size, run_examination, spec, 1):
         assert not examination.mismatches
 
 
 @pytest.mark.parametrize("activations", [pytest.param("S", marks=pytest.mark.nightly), "S*"])
-def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
+def test_tensors_by_expert_are_not_compared_for_token_slices(
     ranks: Ranks, activations: str
 ) -> None:
-    """An expert's places are then of a rank's own tokens, as many as on one device, and a router's
-    loss is a share."""
+    """An expert's rows are then local tokens, as many as on one device, and the router's loss is a
+    share."""
     states = {"cp": f"S*,S,S,{activations}"}
-    spec = spec_of("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
-    for examination in ranks.run(spec.world_size, examined, spec, 1):
+    spec = expert_spec("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
+    for examination in ranks.run(spec.world_size, run_examination, spec, 1):
         assert not examination.mismatches
 
 
-def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks) -> None:
-    """Every token goes to all experts, so that a rank's get as many rows as it sends."""
+def test_received_rows_are_not_compared_with_as_many_local_rows(ranks: Ranks) -> None:
+    """Every token goes to all experts, so a rank receives as many rows as it sends."""
     shape = {"experts": 2, "experts_per_token": 2}
-    spec = spec_of("top-2", {"ep": "R,R,R,R"}, shape=shape)
-    for examination in ranks.run(spec.world_size, examined, spec, 1):
+    spec = expert_spec("top-2", {"ep": "R,R,R,R"}, shape=shape)
+    for examination in ranks.run(spec.world_size, run_examination, spec, 1):
         assert not examination.mismatches
 
 
@@ -78,9 +78,9 @@ def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks)
         for name in STRATEGIES
     ],
 )
-def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) -> None:
+def test_no_tensor_of_a_step_differs_from_one_device(ranks: Ranks, strategy: str) -> None:
     spec = resolve_auto(load(strategy, SMALL))
-    everyone = ranks.run(spec.world_size, examined, spec, 3)
+    everyone = ranks.run(spec.world_size, run_examination, spec, 3)
     assert all(part == everyone[0] for part in everyone)
     (found, *_) = everyone
     assert found.root_cause is None and not found.mismatches

@@ -1,4 +1,4 @@
-"""What ranks tell each other is the same over sockets of one host and over gloo between hosts."""
+"""Ranks exchange the same values over sockets of one host as over gloo between hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gloo
 VALUES = [0.1, float("inf"), -3e-300]
 
 
-def exchanged(share_a_host: bool) -> tuple[bool, list[Any]]:
-    """Whether they have sockets, and what this rank hears."""
+def exchange_values(share_a_host: bool) -> tuple[bool, list[Any]]:
+    """Return whether the ranks use sockets, and the values this rank receives."""
     world = World.join()
     with pytest.MonkeyPatch.context() as patch:
         if not share_a_host:
@@ -34,11 +34,11 @@ def exchanged(share_a_host: bool) -> tuple[bool, list[Any]]:
     return has_sockets, heard
 
 
-def test_ranks_of_several_hosts_hear_what_those_of_one_do(ranks: Ranks) -> None:
+def test_ranks_on_several_hosts_receive_the_values_of_ranks_on_one_host(ranks: Ranks) -> None:
     expected = [
         [value + 2 * value + 3 * value + 4 * value for value in VALUES],
         [{"rank": rank} for rank in range(4)],
         7,
     ]
     for share_a_host in (True, False):
-        assert ranks.run(4, exchanged, share_a_host) == [(share_a_host, expected)] * 4
+        assert ranks.run(4, exchange_values, share_a_host) == [(share_a_host, expected)] * 4

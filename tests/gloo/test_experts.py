@@ -1,5 +1,5 @@
-"""Layers of experts over data ranks, stages, slices of the tokens and cut operators compute what
-one device computes, and cost what is predicted to the byte: no size depends on where tokens go."""
+"""Layers of experts over data ranks, stages, token slices and sharded operators compute the result
+of one device at exactly the predicted cost: no size depends on routing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.expert_cases import MODELS, spec_of
+from tests.gloo.expert_cases import MODELS, expert_spec
 from tests.gloo.expert_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -39,50 +39,64 @@ BESIDE = [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3], {"tp": "S,S,S,S"} | DA
 ATTENTIONS = ("ring", "zigzag", "all-gather", "ulysses")
 
 
-def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
-    """Those that do not run by default run at night."""
+def nightly_except(cases: list[Any], default: Collection[Any]) -> list[Any]:
+    """Mark all cases that are not in the default run as nightly."""
     return [case if case in default else nightly(*case) for case in cases]
 
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    some([*product(MODELS, DATA)], (("balanced", DATA[3]), ("capacity", DATA[1]))),
+    nightly_except([*product(MODELS, DATA)], (("balanced", DATA[3]), ("capacity", DATA[1]))),
 )
-def test_with_data_ranks(ranks: Ranks, model: str, data: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, data))
+def test_experts_with_data_ranks_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, data: dict[str, str]
+) -> None:
+    assert not MATRIX.differences(ranks, expert_spec(model, data))
 
 
 @pytest.mark.parametrize(
-    ("model", "schedule"), some([*product(MODELS, SCHEDULES)], (("deep", "1f1b"),))
+    ("model", "schedule"), nightly_except([*product(MODELS, SCHEDULES)], (("deep", "1f1b"),))
 )
-def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
-    spec = spec_of(model, STAGES, accumulate=4, pipeline={"schedule": schedule})
+def test_experts_with_pp_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, schedule: str
+) -> None:
+    spec = expert_spec(model, STAGES, accumulate=4, pipeline={"schedule": schedule})
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(
     ("model", "activations"),
-    some([*product(MODELS, ("R", "S", "S*"))], (("latent", "S"), ("balanced", "R"))),
+    nightly_except([*product(MODELS, ("R", "S", "S*"))], (("latent", "S"), ("balanced", "R"))),
 )
-def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, {"tp": f"S,S,S,{activations}"}))
+def test_experts_with_tp_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, activations: str
+) -> None:
+    assert not MATRIX.differences(ranks, expert_spec(model, {"tp": f"S,S,S,{activations}"}))
 
 
 @pytest.mark.parametrize(
     ("model", "attention"),
-    some([*product(MODELS, ATTENTIONS)], (("capacity", "zigzag"), ("balanced", "all-gather"))),
+    nightly_except(
+        [*product(MODELS, ATTENTIONS)], (("capacity", "zigzag"), ("balanced", "all-gather"))
+    ),
 )
-def test_with_slices_of_the_tokens(ranks: Ranks, model: str, attention: str) -> None:
+def test_experts_with_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, attention: str
+) -> None:
     activations = "S*" if attention == "all-gather" else "S"
     states = {"cp": f"S*,S,S,{activations}"}
-    assert not MATRIX.differences(ranks, spec_of(model, states, context={"attention": attention}))
+    assert not MATRIX.differences(
+        ranks, expert_spec(model, states, context={"attention": attention})
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[str, Any]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, **kept))
+def test_experts_with_every_activation_mode_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, kept: dict[str, Any]
+) -> None:
+    assert not MATRIX.differences(ranks, expert_spec(model, **kept))
 
 
 @pytest.mark.nightly
@@ -91,16 +105,18 @@ def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[st
     [*product(("top-1", "top-2", "capacity", "balanced", "deep"), BESIDE)],
     ids=str,
 )
-def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, placement))
+def test_experts_on_two_axes_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, placement: dict[str, str]
+) -> None:
+    assert not MATRIX.differences(ranks, expert_spec(model, placement))
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    some([*product(MODELS, ("fp32", "bf16", "zero16"))], (("top-1", "bf16"),)),
+    nightly_except([*product(MODELS, ("fp32", "bf16", "zero16"))], (("top-1", "bf16"),)),
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, model: str, layout: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, precision={"layout": layout}))
+    assert not MATRIX.differences(ranks, expert_spec(model, precision={"layout": layout}))
 
 
 # Fewer experts than ranks: sharded on a later dimension, which dominates the peaks at these widths.
@@ -126,9 +142,9 @@ FEW_CASES: tuple[tuple[dict[str, Any], dict[str, str], dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("shape", "placement", "more"), some([*FEW_CASES], FEW_CASES[:2]), ids=lambda _: ""
+    ("shape", "placement", "more"), nightly_except([*FEW_CASES], FEW_CASES[:2]), ids=lambda _: ""
 )
-def test_fewer_experts_than_ranks(
+def test_fewer_experts_than_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, shape: dict[str, Any], placement: dict[str, str], more: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("top-1", placement, shape=shape, **more))
+    assert not MATRIX.differences(ranks, expert_spec("top-1", placement, shape=shape, **more))

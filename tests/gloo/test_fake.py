@@ -1,5 +1,5 @@
-"""The world is an argument: the same `interpret` runs on fake ranks with fake tensors, and what it
-does there is what was predicted."""
+"""`interpret` takes the world as an argument: on fake ranks with fake tensors it does what was
+predicted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.runtime.world import fake_world
 from ptrain.spec.spec import Spec
-from tests.gloo.cases import named
+from tests.gloo.cases import strategy_case
 from tests.ranks import Ranks
 
 STEADY = 2
 
 
 def _run(spec: Spec, rank: int) -> Estimate:
-    """Three steps as rank `rank` of a world that has no other ranks and no values."""
+    """Run three steps as rank `rank` of a world without other ranks or values."""
     world = fake_world(rank, spec.world_size)
     source = open_corpus(spec.data)
     with FakeTensorMode() as mode:
@@ -52,10 +52,10 @@ def _run(spec: Spec, rank: int) -> Estimate:
 
 
 @pytest.mark.parametrize(("layout", "rank"), [("fp32", 3), ("zero16", 0)])
-def test_zero3_on_fake_ranks_and_fake_tensors_does_what_was_predicted(
+def test_zero3_on_fake_ranks_and_fake_tensors_runs_as_predicted(
     ranks: Ranks, layout: str, rank: int
 ) -> None:
-    spec = named("zero3", 4, layout=layout, accumulate=2).spec()
+    spec = strategy_case("zero3", 4, layout=layout, accumulate=2).spec()
     found = ranks.run(1, _run, spec, rank)[0]
     exact = derive(spec).exact
     assert set(found.traffic) == set(exact.traffic)

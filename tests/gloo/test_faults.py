@@ -1,4 +1,4 @@
-"""A rank that dies or stops in mid-step ends the job soon, is named, and no process is left."""
+"""A rank that dies or hangs in a step ends the job soon and is named, and no process is left."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ TORCHS = "torch.distributed.run"
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3", *FOREVER)
 
 
-def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float]:
-    """Signal a rank in mid-training; the exit code of the job and the seconds until it ended."""
+def signal_rank(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float]:
+    """Signal a rank during training; return the exit code of the job and the seconds until it
+    ended."""
     job.until("step 3/")
     ranks = job.ranks()
     assert set(ranks) == {0, 1}
@@ -32,7 +33,7 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
     os.kill(ranks[rank], number)
     code = job.wait(90)
     seconds = time.monotonic() - began
-    assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+    assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     return code, seconds
 
 
@@ -48,7 +49,7 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_and_ends_the_job(tmp_path, rank, number):
     with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
-        code, seconds = strike(job, rank, number)
+        code, seconds = signal_rank(job, rank, number)
     assert code == 3
     assert seconds < 30
     assert f"rank {rank} was " in job.error
@@ -59,17 +60,17 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_ends_the_job(tmp_path, ra
 @pytest.mark.nightly
 def test_a_rank_that_is_killed_under_torchrun_ends_the_job(tmp_path):
     with jobs.job(TORCHRUN, cwd=tmp_path, module="torch.distributed.run") as job:
-        code, seconds = strike(job, 1, signal.SIGKILL)
+        code, seconds = signal_rank(job, 1, signal.SIGKILL)
     assert code != 0
     assert seconds < 60
 
 
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_under_torchrun_ends_the_job(tmp_path):
-    """Its peers notice after `timeout.step`; the agent then waits half a minute of its own."""
+    """Its peers notice after `timeout.step`; the agent then waits 30 seconds more."""
     arguments = [*TORCHRUN, "timeout.step=8"]
     with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
-        code, seconds = strike(job, 1, signal.SIGSTOP)
+        code, seconds = signal_rank(job, 1, signal.SIGSTOP)
     assert code != 0
     assert seconds < 60
 
@@ -100,14 +101,14 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(
     with jobs.job(words, cwd=tmp_path, module=module) as job:
         job.until("step 12/")
         if module == "ptrain":
-            assert jobs.listening(job.process.pid) == {"127.0.0.1"}
+            assert jobs.listening_addresses(job.process.pid) == {"127.0.0.1"}
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.wait() == 0, job.error
     assert re.search(r"resume  step (10|20) of ", job.output), "as soon as the signal came"
     (run,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
     assert not (run / ".lock").exists()
     whole = tmp_path / "whole"
-    assert [end.code for end in sessions.train(ranks, 2, *SAVING, folder=whole)] == [0, 0]
+    assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SAVING, folder=whole)] == [0, 0]
     assert jobs.losses(run) == jobs.losses(whole)
 
 
@@ -115,7 +116,7 @@ def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
     first = tmp_path / "first"
     first.mkdir()
     (first / "torch.py").write_text("raise ImportError('libtorch.so is missing')\n")
-    code, job = jobs.run(["train", "zero3", *jobs.TINY], cwd=tmp_path, first=first)
+    code, job = jobs.run_job(["train", "zero3", *jobs.TINY], cwd=tmp_path, first=first)
     assert code == 3
     assert "rank " in job.error and "libtorch.so is missing" in job.error
 
@@ -133,4 +134,4 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, module, words)
         ranks = list(job.ranks().values())
         job.process.kill()
         job.wait()
-        assert jobs.gone(ranks)
+        assert jobs.have_ended(ranks)

@@ -1,5 +1,5 @@
-"""Models as people have them, on every axis: a cell holds to the byte and equals one device, or is
-refused in the words of the list of debts."""
+"""Models from outside ptrain on every axis: a cell is exact and equals one device, or is rejected
+with the message in the list of limitations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BY_DEFAULT = {("llama", "pp-1f1b")}
         for column in COLUMNS
     ],
 )
-def test_a_foreign_model_is_exact_and_equals_one_device_or_is_refused(
+def test_an_outside_model_is_exact_and_equals_one_device_or_is_rejected(
     ranks: Ranks, model: str, column: str
 ) -> None:
     if "hf" in MODELS[model]["model"]:
         pytest.importorskip("transformers")
-    cell = MATRIX.cell(ranks, model, column)
+    cell = MATRIX.run(ranks, model, column)
     assert not cell.failed
     assert bool(cell.refusal) == ((model, column) in DEBTS), cell.refusal
     assert DEBTS.get((model, column), "") in " ".join(cell.refusal.split())

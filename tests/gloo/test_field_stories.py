@@ -1,5 +1,5 @@
-"""Failures that were reported in the field, and faults on somebody else's wrapping, are named; each
-script with its fix holds."""
+"""Failures reported in the field, and faults in scripts for other wrappers, are named; each fixed
+script holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.gloo import stories
+from tests.gloo import field_stories
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -16,7 +16,7 @@ needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)"
 )
 
-# State, axis, factor, and what the place begins with.
+# State, axis, factor, and the prefix of the place.
 NAMED = {
     "accumulation": ("loss", "", "local normalisation, × 0.8 to × 2", "embed.weight"),
     "sequence_parallelism": (
@@ -42,14 +42,14 @@ MARKS = {
     "fsdp2_twice": (nightly,),
     "fsdp2_optimizer": (nightly,),
 }
-# Told down to which module backward is right, and no more is claimed.
+# Backward is right down to the named module; no more is claimed.
 UNEXPLAINED = {"gathered_context", "balance_per_rank", "counts_overwritten"}
-EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIES]
+EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in field_stories.STORIES]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.told, name, True)
+    told = ranks.run(2, field_stories.run_story, name, True)
     assert all(verdict == told[0] for verdict in told)
     root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[name]
@@ -62,10 +62,10 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
-    told = ranks.run(2, stories.told, name, False)
+def test_the_fixed_script_holds(ranks: Ranks, name: str) -> None:
+    told = ranks.run(2, field_stories.run_story, name, False)
     assert all(verdict["holds"] for verdict in told), told[0]["text"]
 
 
 def test_every_story_has_a_root_cause_to_find() -> None:
-    assert set(NAMED) == set(stories.STORIES)
+    assert set(NAMED) == set(field_stories.STORIES)

@@ -1,5 +1,5 @@
-"""From a folder of transformers to such a folder, by chats: ranks learn the answers, and what they
-leave foresees held-out answers for transformers as it did for them."""
+"""Fine-tuning from a transformers folder to a transformers folder on chats: ranks learn the
+answers, and transformers computes the same held-out loss from the exported folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from ptrain.cli.main import main
 from ptrain.data.vocabulary import START, TARGET, mask_path
-from tests.chat_folders import CHATML, drawn_chats, save_tokenizer, write_chats
-from tests.jobs import ROOT, TINY, losses, run
-from tests.published_folders import saved
+from tests.chat_folders import CHATML, random_chats, save_tokenizer, write_chats
+from tests.jobs import ROOT, TINY, losses, run_job
+from tests.published_folders import save_folder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
@@ -26,15 +26,15 @@ SEQUENCE, STEPS = 127, 24
 
 
 def held_out_losses(run_folder: Path) -> list[float]:
-    """Return what was said of held-out chats, step by step."""
+    """Return the printed held-out losses by step."""
     lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["held_out_loss"] for row in rows if "held_out_loss" in row]
 
 
-def loss_of_class(folder: Path, rows: Path) -> float:
-    """Return the mean loss of the answers in the last twentieth of rows: each chat by itself, by
-    the class of transformers."""
+def transformers_loss(folder: Path, rows: Path) -> float:
+    """Return the mean answer loss of the last twentieth of the rows, computed chat by chat with the
+    class of transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens, marks = np.load(rows), np.load(mask_path(rows))
     losses = 0.0
@@ -49,10 +49,10 @@ def loss_of_class(folder: Path, rows: Path) -> float:
     return losses / int((marks[first:] == TARGET).sum())
 
 
-def test_a_folder_learns_from_chats_and_is_a_folder_again(tmp_path: Path, capsys: Any) -> None:
-    folder = saved("llama", tmp_path / "in", vocab_size=320)
+def test_a_folder_is_fine_tuned_on_chats_and_exported(tmp_path: Path, capsys: Any) -> None:
+    folder = save_folder("llama", tmp_path / "in", vocab_size=320)
     save_tokenizer(folder)
-    chats = write_chats(tmp_path / "chats.jsonl", drawn_chats(200, most=2))
+    chats = write_chats(tmp_path / "chats.jsonl", random_chats(200, most=2))
     rows, words = tmp_path / "rows.npy", ["--sequence", str(SEQUENCE), "--json"]
     call = ["tokenize", str(chats), "--chat", "--tokenizer", str(folder), "--out", str(rows)]
     assert main([*call, *words]) == 0
@@ -68,13 +68,13 @@ def test_a_folder_learns_from_chats_and_is_a_folder_again(tmp_path: Path, capsys
     }
     settings = [f"{key}={value}" for key, value in keys.items()]
     started = ["train", "zero3", "mesh.dp_shard=2", "--run-dir", "run"]
-    code, job = run([*started, *settings], cwd=tmp_path, is_forked=True)
+    code, job = run_job([*started, *settings], cwd=tmp_path, is_forked=True)
     assert code == 0, f"{job.output}{job.error}"
     said = held_out_losses(tmp_path / "run")
     assert said[-1] < 0.7 * said[0]
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
-    assert loss_of_class(tmp_path / "out", rows) == pytest.approx(said[-1], rel=1e-5)
-    assert loss_of_class(folder, rows) > said[0]
+    assert transformers_loss(tmp_path / "out", rows) == pytest.approx(said[-1], rel=1e-5)
+    assert transformers_loss(folder, rows) > said[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.get_chat_template() == CHATML
     question = ["what is red", "--temperature", "0", "--tokens", "12", "--json"]
@@ -93,9 +93,9 @@ def test_a_folder_learns_from_chats_and_is_a_folder_again(tmp_path: Path, capsys
 
 
 @pytest.mark.nightly
-def test_chats_and_texts_by_weight_go_on_where_they_stopped_on_other_ranks(tmp_path: Path) -> None:
+def test_weighted_chats_and_texts_resume_on_other_ranks(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer")
-    chats = write_chats(tmp_path / "chats.jsonl", drawn_chats(100, most=2))
+    chats = write_chats(tmp_path / "chats.jsonl", random_chats(100, most=2))
     words = ["--tokenizer", str(folder), "--out"]
     text = ["tokenize", str(ROOT / "README.md"), *words, str(tmp_path / "text.npy")]
     assert main(text) == 0
@@ -117,7 +117,7 @@ def test_chats_and_texts_by_weight_go_on_where_they_stopped_on_other_ranks(tmp_p
         "second": ["zero1", "mesh.dp_shard=1", "train.steps=8", "--resume", "first"],
     }
     for name, start in starts.items():
-        code, job = run(["train", *start, "--run-dir", name, *settings], cwd=tmp_path)
+        code, job = run_job(["train", *start, "--run-dir", name, *settings], cwd=tmp_path)
         assert code == 0, f"{job.output}{job.error}"
     whole, first, second = (losses(tmp_path / name) for name in starts)
     assert [*first, *second] == [*whole]

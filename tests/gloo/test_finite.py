@@ -1,4 +1,4 @@
-"""What is not finite is not applied, not saved and not continued from."""
+"""Non-finite values are not applied, not saved, and not resumed from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.options import Options
 from tests import jobs
-from tests.gloo.test_checkpoint import alone, program_of, step, whole
+from tests.gloo.test_checkpoint import full_state, program_of, single_device_state, step
 from tests.models_poisoned import TENSOR
 from tests.ranks import Ranks
 
@@ -34,21 +34,23 @@ NAN = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """How one rank's training ended, and what it stores otherwise than when its last step began."""
+    """The result of one rank's training, and the tensors that changed since its last step began."""
 
     code: int
     text: str
     changed: tuple[str, ...]
 
 
-def poisoned(passes: int, value: str = "nan") -> str:
+def poisoned_spec(passes: int, value: str = "nan") -> str:
     arguments = f"{{at: {passes}, value: '{value}'}}"
     return f"model={{target: tests.models_poisoned:necks, arguments: {arguments}}}"
 
 
-def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1) -> Stopped:
-    """A training on this rank. With `target` it is that reduced gradient which is not a number on
-    rank 1 in the third step, whatever the model."""
+def train_with_fault(
+    name: str, overrides: tuple[str, ...], folder: str, target: int = -1
+) -> Stopped:
+    """Train on this rank. With `target`, that reduced gradient is NaN on rank 1 in the third
+    step."""
     before: dict[tuple[str, ...], torch.Tensor] = {}
     programs: list[Program] = []
 
@@ -58,12 +60,12 @@ def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1
         forward_backward = program.forward_backward
 
         def noted(*args: object) -> torch.Tensor:
-            before.update({key: value.clone() for key, value in stored(program)})
+            before.update({key: value.clone() for key, value in stored_tensors(program)})
             return forward_backward(*args)  # type: ignore[arg-type]
 
         program.forward_backward = noted  # type: ignore[method-assign, assignment]
         if target >= 0:
-            plant(program, target)
+            plant_fault(program, target)
         return program
 
     session.interpret = observed  # type: ignore[assignment]
@@ -74,7 +76,7 @@ def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1
     try:
         return Stopped(code=session.train_rank(options), text="", changed=())
     except TrainingStopped as stopped:
-        now = dict(stored(programs[0]))
+        now = dict(stored_tensors(programs[0]))
         changed = {
             " ".join(key[1:3]).strip()
             for key, value in before.items()
@@ -85,12 +87,12 @@ def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1
         session.interpret = interpret
 
 
-def stored(program: Program) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def stored_tensors(program: Program) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     for held in chain(holdings.parameters(program), holdings.optimizer_state(program)):
         yield held.identity, held.tensor
 
 
-def plant(program: Program, target: int) -> None:
+def plant_fault(program: Program, target: int) -> None:
     reduce_gradients, count = program.wrapped.reduce_gradients, 0
 
     def faulty() -> None:
@@ -139,8 +141,8 @@ nightly = pytest.mark.nightly
 def test_a_gradient_of_one_rank_that_is_not_finite_stops_all_before_the_update(
     ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...], value: str
 ) -> None:
-    overrides = (poisoned(2 * MICRO + 1, value), *SMALL, *more)
-    ends = ranks.run(2, trained, name, overrides, str(tmp_path / "run"))
+    overrides = (poisoned_spec(2 * MICRO + 1, value), *SMALL, *more)
+    ends = ranks.run(2, train_with_fault, name, overrides, str(tmp_path / "run"))
     assert {end.code for end in ends} == {TrainingStopped.exit_code}
     (text,) = {end.text for end in ends}
     first, origin, state, remedy = text.splitlines()
@@ -158,16 +160,16 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_all_before_the_update(
 @pytest.mark.parametrize(
     ("name", "more", "num_holders"),  # of the element, and so of what follows
     [
-        ("zero1", (UNCLIPPED, "placement.dp_shard=R,S,M,R"), 1),  # gathers what was updated
+        ("zero1", (UNCLIPPED, "placement.dp_shard=R,S,M,R"), 1),  # gathers the updated parameters
         pytest.param("optimizer-in-backward", (), 2, marks=nightly),
         pytest.param("zero1", (UNCLIPPED, "placement.dp_shard=O,O,M,R"), 1, marks=nightly),
     ],
 )
-def test_where_backward_updates_that_unit_and_what_follows_stay_as_they_are(
+def test_updates_in_backward_stop_at_the_unit_with_the_bad_gradient(
     ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...], num_holders: int
 ) -> None:
-    overrides = (poisoned(3), *WHOLE, *more)
-    ends = ranks.run(2, trained, name, overrides, str(tmp_path / "run"))
+    overrides = (poisoned_spec(3), *WHOLE, *more)
+    ends = ranks.run(2, train_with_fault, name, overrides, str(tmp_path / "run"))
     assert {end.code for end in ends} == {TrainingStopped.exit_code}
     (text,) = {end.text for end in ends}
     assert f"gradients are not finite: {TENSOR} has nan in 1 of " in text
@@ -184,8 +186,8 @@ def test_where_backward_updates_that_unit_and_what_follows_stay_as_they_are(
 def test_a_norm_that_overflows_stops_all_and_is_not_blamed_on_a_gradient(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    overrides = (poisoned(2 * MICRO + 1, "3.0e+38"), *SMALL)
-    for end in ranks.run(2, trained, "zero3", overrides, str(tmp_path / "run")):
+    overrides = (poisoned_spec(2 * MICRO + 1, "3.0e+38"), *SMALL)
+    for end in ranks.run(2, train_with_fault, "zero3", overrides, str(tmp_path / "run")):
         assert "the gradient norm is not finite, although every gradient is finite" in end.text
         assert not end.changed
 
@@ -193,13 +195,13 @@ def test_a_norm_that_overflows_stops_all_and_is_not_blamed_on_a_gradient(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pp-1f1b", "tp", "hsdp", "tp-zero3", "pp-zero2"])
 @pytest.mark.parametrize("more", [(), (UNCLIPPED,)], ids=["clipped", "unclipped"])
-def test_also_along_the_other_axes(
+def test_a_bad_gradient_stops_all_ranks_along_other_axes(
     ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...]
 ) -> None:
     shape = "model={layers: 4, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}"
     size = load(name).spec.world_size
     ends = ranks.run(
-        size, trained, name, (shape, "batch.sequence=32", *more), str(tmp_path / "run"), 1
+        size, train_with_fault, name, (shape, "batch.sequence=32", *more), str(tmp_path / "run"), 1
     )
     (text,) = {end.text for end in ends}
     assert "gradients are not finite: " in text
@@ -208,9 +210,9 @@ def test_also_along_the_other_axes(
 
 
 @pytest.mark.nightly  # by default only the ranks' own codes are seen, above and in test_train.py
-def test_the_command_says_so_and_ends_with_exit_4(tmp_path: Path) -> None:
-    words = ["train", "zero1", poisoned(2 * MICRO + 1), "--allow-import", *jobs.TINY[5:]]
-    code, job = jobs.run([*words, "train.steps=4", "checkpoint.every=1"], cwd=tmp_path)
+def test_the_command_reports_a_bad_gradient_and_exits_4(tmp_path: Path) -> None:
+    words = ["train", "zero1", poisoned_spec(2 * MICRO + 1), "--allow-import", *jobs.TINY[5:]]
+    code, job = jobs.run_job([*words, "train.steps=4", "checkpoint.every=1"], cwd=tmp_path)
     assert code == 4, job.error
     assert f"gradients are not finite: {TENSOR} has nan in 1 of 10 elements" in job.error
     assert "the parameters are those of step 2; step 3 was not saved" in job.error
@@ -221,8 +223,8 @@ def test_the_command_says_so_and_ends_with_exit_4(tmp_path: Path) -> None:
 # -- saving
 
 
-def spoil(program: Program, subject: Subject, key: str, value: float = NAN) -> str:
-    """One element of the last tensor of a state; its name."""
+def corrupt_state(program: Program, subject: Subject, key: str, value: float = NAN) -> str:
+    """Corrupt one element of the last tensor of a state; return the tensor's name."""
     held = [
         part
         for part in chain(holdings.parameters(program), holdings.optimizer_state(program))
@@ -235,7 +237,7 @@ def spoil(program: Program, subject: Subject, key: str, value: float = NAN) -> s
 def save_on_ranks(folder: str) -> tuple[str, str]:
     program = program_of("zero1")
     step(program, 0)
-    name = spoil(program, Subject.OPTIMIZER, "exp_avg_sq") if program.world.rank else ""
+    name = corrupt_state(program, Subject.OPTIMIZER, "exp_avg_sq") if program.world.rank else ""
     try:
         checkpoint.save(program, Path(folder), 1, Exchange(program.world))
     except TrainingStopped as stopped:
@@ -243,9 +245,7 @@ def save_on_ranks(folder: str) -> tuple[str, str]:
     return name, ""
 
 
-def test_moments_of_one_rank_that_are_not_numbers_are_saved_by_none(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_no_rank_saves_a_nan_moment_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     (_, text), (name, other) = ranks.run(2, save_on_ranks, str(tmp_path))
     assert text == other
     assert f"step 1: optimizer state is not finite: {name}.exp_avg_sq has nan in 1 of " in text
@@ -260,12 +260,12 @@ def test_moments_of_one_rank_that_are_not_numbers_are_saved_by_none(
         (Subject.OPTIMIZER, "master", "zero16", "optimizer state is not finite: "),
     ],
 )
-def test_nothing_that_is_not_finite_is_saved(
+def test_non_finite_states_are_not_saved(
     tmp_path: Path, subject: Subject, key: str, layout: str, what: str
 ) -> None:
-    program = alone(f"precision.layout={layout}")
+    program = single_device_state(f"precision.layout={layout}")
     step(program, 0)
-    name = spoil(program, subject, key, float("-inf"))
+    name = corrupt_state(program, subject, key, float("-inf"))
     with pytest.raises(TrainingStopped, match="remedy: Continue from an earlier") as caught:
         checkpoint.save(program, tmp_path, 1, Exchange(program.world))
     label = f"{name}.{key}" if key else name
@@ -277,41 +277,50 @@ def test_nothing_that_is_not_finite_is_saved(
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run whose second checkpoint, by its hashes as sound as the first, holds a moment that is
-    not a number: as it could be written once."""
+def run_with_nan_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """Return a run whose second checkpoint has valid hashes and a NaN moment, as earlier versions
+    could write."""
     folder = RunFolder(tmp_path / "run")
-    program = alone()
+    program = single_device_state()
     exchange = Exchange(program.world)
     step(program, 0)
     checkpoint.save(program, folder.checkpoints, 1, exchange)
     step(program, 1)
-    spoil(program, Subject.OPTIMIZER, "exp_avg")
+    corrupt_state(program, Subject.OPTIMIZER, "exp_avg")
     with monkeypatch.context() as before:
         before.setattr(finite, "require_finite", lambda *_: None)
         checkpoint.save(program, folder.checkpoints, 2, exchange)
     return folder
 
 
-def test_a_checkpoint_that_is_not_finite_is_passed_over_for_an_older_one(
-    run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_non_finite_checkpoint_is_skipped_for_an_older_one(
+    run_with_nan_checkpoint: RunFolder,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program, other = alone(), alone()
+    program, other = single_device_state(), single_device_state()
     exchange = Exchange(program.world)
     monkeypatch.setattr(logging.getLogger("ptrain"), "propagate", True)
-    assert resume_training(program, run, str(run.path), exchange) == 1
+    assert (
+        resume_training(
+            program, run_with_nan_checkpoint, str(run_with_nan_checkpoint.path), exchange
+        )
+        == 1
+    )
     (warning,) = [line for line in caplog.messages if line.startswith("skipped: checkpoint ")]
     assert manifest.folder_name(2) in warning
     assert "optimizer state is not finite: " in warning and "exp_avg has nan in 1 of" in warning
-    first = run.checkpoints / manifest.folder_name(1)
+    first = run_with_nan_checkpoint.checkpoints / manifest.folder_name(1)
     checkpoint.load(other, first, checkpoint.verify_files(first, exchange), exchange)
-    expected = whole(other)
-    assert all(torch.equal(value, expected[name]) for name, value in whole(program).items())
+    expected = full_state(other)
+    assert all(torch.equal(value, expected[name]) for name, value in full_state(program).items())
 
 
-def test_the_one_that_is_named_or_the_only_one_is_refused_with_its_tensor(run: RunFolder) -> None:
-    program = alone()
-    named = run.checkpoints / manifest.folder_name(2)
+def test_a_named_or_only_non_finite_checkpoint_is_rejected_with_its_tensor(
+    run_with_nan_checkpoint: RunFolder,
+) -> None:
+    program = single_device_state()
+    named = run_with_nan_checkpoint.checkpoints / manifest.folder_name(2)
     with pytest.raises(PtrainError, match=r"cannot be used: .*exp_avg has nan in 1 of") as caught:
-        resume_training(program, run, str(named), Exchange(program.world))
+        resume_training(program, run_with_nan_checkpoint, str(named), Exchange(program.world))
     assert caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""A message about values that are not finite names the rank that made them, and where."""
+"""A message about non-finite values names the rank and the place where they originated."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
 ) -> None:
     words = (*job(name, size, tokens), *model(where))
     poison(tokens, words, RANK)
-    ends = sessions.train(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
     assert {end.code for end in ends} == {4}, ends[0].error
     for end in ends:
         assert f"step {STEP + 1}: the loss is " in end.error
@@ -97,13 +97,13 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
 WHOLE = ("batch.accumulate=1", "batch.micro=4")
 
 
-def test_where_backward_updates_the_rank_of_the_loss_is_named(
+def test_updates_in_backward_name_the_rank_of_the_loss(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
     words = (*job("zero1", 2, tokens), *model("loss"), *WHOLE, "optimizer.clip=null")
     poison(tokens, words, RANK)
     words = (*words, "placement.dp_shard=R,S,M,R")
-    ends = sessions.train(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
     assert {end.code for end in ends} == {4}, ends[0].error
     found = f"step {STEP + 1}: the loss is nan\n  the loss is not finite on rank {RANK}\n"
     assert all(found in end.error for end in ends)
@@ -113,7 +113,7 @@ PLANTED = "blocks.1.attention.value"
 SHAPE = "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}"
 
 
-def planted(words: tuple[str, ...], first: int, most: int) -> sessions.Ended:
+def train_with_fault(words: tuple[str, ...], first: int, most: int) -> sessions.RankResult:
     """Train on this rank. On rank 1 PLANTED returns nan from call `first` on (from 1), and on all
     ranks it raises after `most` calls."""
 
@@ -137,7 +137,7 @@ def planted(words: tuple[str, ...], first: int, most: int) -> sessions.Ended:
 
     with MonkeyPatch.context() as patch:
         patch.setattr(session, "interpret", changed)
-        return sessions.of_no_launcher(words)
+        return sessions.train_without_launcher(words)
 
 
 def test_a_rank_that_only_received_the_value_is_not_named(
@@ -145,16 +145,16 @@ def test_a_rank_that_only_received_the_value_is_not_named(
 ) -> None:
     sizes = (SHAPE, f"data.path={tokens}", "batch.global=4", "batch.micro=2", "batch.sequence=8")
     words = ("tp", *sizes, "train.steps=3", "--run-dir", str(tmp_path / "run"))
-    for end in ranks.run(2, planted, words, 3, 99):  # the second step of two micro-batches
+    for end in ranks.run(2, train_with_fault, words, 3, 99):  # the second step of two micro-batches
         place = f"{PLANTED} has nan in 128 of 128 elements"
         assert f"first on rank 1, micro-batch 1 of 2: the output of {place}\n" in end.error
 
 
-def test_a_step_that_fails_when_it_is_computed_again_is_not_blamed_on_a_device(
+def test_a_step_that_fails_again_on_replay_is_not_blamed_on_a_device(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
     words = (*job("ddp", 2, tokens, SHAPE), "--run-dir", str(tmp_path / "run"))
-    for end in ranks.run(2, planted, words, 3, 4):  # the second step of two micro-batches
+    for end in ranks.run(2, train_with_fault, words, 3, 4):  # the second step of two micro-batches
         assert end.code == 4
         assert "step 2: the loss is nan\n  the loss is not finite on rank 1; " in end.error
         assert "recomputing the step failed on rank " in end.error

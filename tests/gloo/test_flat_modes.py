@@ -1,5 +1,5 @@
-"""Flat units in every mode, tier, layout and dial compute what one device computes; and where only
-the place of a state differs, the very same bits."""
+"""Flat units in every mode, tier, layout and option compute the result of one device; if only the
+location of a state differs, the bits are identical."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
 from tests.gloo.cases import ODD
 from tests.gloo.rows import ROWS
-from tests.gloo.runs import train
-from tests.gloo.test_exact import failing
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
@@ -30,8 +30,8 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Placement = Mapping[str, str]
 
 
-def spec_of(placement: Placement, size: int, *, fp64: bool = True, **changes: Any) -> Spec:
-    """A spec of the odd model: its tensors divide by no number of ranks."""
+def odd_spec(placement: Placement, size: int, *, fp64: bool = True, **changes: Any) -> Spec:
+    """Return a spec of the odd model, whose tensors no number of ranks divides."""
     axes = list(placement)
     mesh = {axes[0]: size} if len(axes) == 1 else {REPLICATE: 2, SHARD: size // 2}
     accumulate = changes.pop("accumulate", 1)
@@ -52,8 +52,8 @@ def spec_of(placement: Placement, size: int, *, fp64: bool = True, **changes: An
     return require_runnable(load(mapping))
 
 
-def run(ranks: Ranks, spec: Spec) -> Trajectory:
-    trajectory = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+def train_spec(ranks: Ranks, spec: Spec) -> Trajectory:
+    trajectory = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert trajectory is not None
     return trajectory
 
@@ -62,7 +62,7 @@ REFERENCES: dict[tuple[object, ...], Trajectory] = {}
 
 
 def reference(spec: Spec) -> Trajectory:
-    """One device, once for all placements of the same training."""
+    """Return the single-device trajectory, cached for all placements of the same training."""
     key = (spec.precision, spec.optimizer, spec.batch.global_samples)
     if key not in REFERENCES:
         REFERENCES[key] = one_device(spec, STEPS)
@@ -141,14 +141,14 @@ CASES: dict[str, tuple[Placement, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("gradients", ["M", "S"])
 def test_a_block_that_passes_an_input_on_is_updated_once(ranks: Ranks, gradients: str) -> None:
     placement = {SHARD: f"S*,S,{gradients},R"}
-    spec = spec_of(placement, 2, optimizer={"clip": None})
+    spec = odd_spec(placement, 2, optimizer={"clip": None})
     spec = replace(spec, model=ExternalModel(target="tests.models_external:carriers"))
-    assert not failing(compare_runs(one_device(spec, STEPS), run(ranks, spec), FP64))
+    assert not failed_checks(compare_runs(one_device(spec, STEPS), train_spec(ranks, spec), FP64))
 
 
 def cases() -> list[Any]:
-    """By default those whose tuple is no row of test_rows.py, which compares rows without the dials
-    that some of them have here, each tuple once."""
+    """Yield the cases; by default those whose tuple is not a row of test_rows.py, which compares
+    rows without some of these options, each tuple once."""
     seen = [*ROWS.values()]
     params = []
     for name, (placement, _, _) in CASES.items():
@@ -161,8 +161,8 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("name", cases())
 def test_every_mode_tier_and_dial_equals_one_device(ranks: Ranks, name: str) -> None:
     placement, size, changes = CASES[name]
-    spec = spec_of(placement, size, **changes)
-    assert not failing(compare_runs(reference(spec), run(ranks, spec), FP64))
+    spec = odd_spec(placement, size, **changes)
+    assert not failed_checks(compare_runs(reference(spec), train_spec(ranks, spec), FP64))
 
 
 # Where a state is only elsewhere, or moves at another time, no operation differs.
@@ -188,7 +188,7 @@ TWINS: dict[str, tuple[Placement, Placement, dict[str, Any]]] = {
         for name in TWINS
     ],
 )
-def test_a_state_elsewhere_changes_no_bit(ranks: Ranks, name: str) -> None:
+def test_moving_a_state_to_another_tier_changes_no_bit(ranks: Ranks, name: str) -> None:
     here, there, changes = TWINS[name]
     _require_equal_bits(ranks, _single(here, changes), _single(there, changes))
 
@@ -202,7 +202,7 @@ DIALS = [
 
 
 @pytest.mark.parametrize("dial", DIALS, ids=lambda dial: "-".join(map(str, dial.values())))
-def test_when_a_collective_runs_changes_no_bit(ranks: Ranks, dial: dict[str, Any]) -> None:
+def test_the_time_of_a_collective_changes_no_bit(ranks: Ranks, dial: dict[str, Any]) -> None:
     placement = {REPLICATE: "R,S,R,R", SHARD: "S*,S,S,R"}
     _require_equal_bits(
         ranks, _single(placement, MASTER, size=4), _single(placement, {**MASTER, **dial}, size=4)
@@ -210,18 +210,18 @@ def test_when_a_collective_runs_changes_no_bit(ranks: Ranks, dial: dict[str, Any
 
 
 def _single(placement: Placement, changes: dict[str, Any], *, size: int = 2) -> Spec:
-    return spec_of(placement, size, fp64=False, **changes)
+    return odd_spec(placement, size, fp64=False, **changes)
 
 
 RUNS: dict[str, Trajectory] = {}
 
 
 def _require_equal_bits(ranks: Ranks, one: Spec, other: Spec) -> None:
-    """The first is run once for all that are compared with it."""
+    """Require equal bits of all runs; the first one is run once."""
     key = str(one)
     if key not in RUNS:
-        RUNS[key] = run(ranks, one)
-    left, right = RUNS[key], run(ranks, other)
+        RUNS[key] = train_spec(ranks, one)
+    left, right = RUNS[key], train_spec(ranks, other)
     assert left.losses == right.losses
     for name, value in left.parameters.items():
         assert torch.equal(value, right.parameters[name]), name

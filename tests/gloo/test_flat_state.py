@@ -1,5 +1,5 @@
-"""The state of flat units beyond training: it goes from any placement to any other and training
-goes on; evaluation sees what was updated; one device takes any layout."""
+"""The state of flat units outside of training: it moves between placements and training continues;
+evaluation uses updated parameters; one device accepts every layout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.runs import full_parameters
-from tests.gloo.test_checkpoint import STEPS, load_saved, whole
-from tests.gloo.test_exact import failing
-from tests.gloo.test_flat_modes import REPLICATE, SHARD, reference, run, spec_of
+from tests.gloo.test_checkpoint import STEPS, full_state, load_saved
+from tests.gloo.test_exact import failed_checks
+from tests.gloo.test_flat_modes import REPLICATE, SHARD, odd_spec, reference, train_spec
 from tests.ranks import Ranks
 from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
@@ -39,17 +39,17 @@ def advance(program: Program, steps: range) -> None:
         program.step(RATE)
 
 
-def save_and_go_on(spec: Spec, folder: str) -> tuple[State, State]:
-    """The state after some steps, which is saved, and the parameters one step later."""
+def save_and_continue(spec: Spec, folder: str) -> tuple[State, State]:
+    """Save after some steps; return the saved state, and the parameters one step later."""
     program = interpret(spec, world=World.join(spec.timeout))
     advance(program, range(STEPS))
-    saved = whole(program)
+    saved = full_state(program)
     checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
     advance(program, range(STEPS, STEPS + 1))
     return saved, full_parameters(program)
 
 
-def load_and_go_on(spec: Spec, folder: str) -> tuple[State, State]:
+def load_and_continue(spec: Spec, folder: str) -> tuple[State, State]:
     program = interpret(spec, world=World.join(spec.timeout))
     loaded = load_saved(program, folder)
     advance(program, range(STEPS, STEPS + 1))
@@ -75,17 +75,17 @@ MASTER = {"precision": {"layout": "zero16"}}
         for place, pair in enumerate(CHAIN)
     ],
 )
-def test_a_state_is_bitwise_the_same_in_another_place_and_training_goes_on(
+def test_a_state_is_bitwise_equal_under_another_placement_and_training_continues(
     ranks: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:
-    one, other = (spec_of(PLACES[name], 2, **MASTER) for name in (before, after))
+    one, other = (odd_spec(PLACES[name], 2, **MASTER) for name in (before, after))
     require_a_move(ranks, tmp_path, one, other)
 
 
 def require_a_move(ranks: Ranks, tmp_path: Path, one: Spec, other: Spec) -> None:
-    """The state is bitwise the same under `other`, and one step on gives the same parameters."""
-    saved, expected = ranks.run(2, save_and_go_on, one, str(tmp_path))[0]
-    loaded, found = ranks.run(2, load_and_go_on, other, str(tmp_path))[0]
+    """Require a bitwise equal state under `other`, and equal parameters after one more step."""
+    saved, expected = ranks.run(2, save_and_continue, one, str(tmp_path))[0]
+    loaded, found = ranks.run(2, load_and_continue, other, str(tmp_path))[0]
     assert saved.keys() == loaded.keys()
     for name, value in saved.items():
         assert torch.equal(loaded[name], value), name
@@ -100,16 +100,16 @@ def require_a_move(ranks: Ranks, tmp_path: Path, one: Spec, other: Spec) -> None
         pytest.param("R,S*@host,S*,R", "S*,S*,S*,R", marks=pytest.mark.nightly),
     ],
 )
-def test_a_state_of_whole_matrices_moves_too(
+def test_a_muon_state_moves_to_another_placement(
     ranks: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:
     changes = {"optimizer": {"name": "muon"}, **MASTER}
-    one, other = (spec_of({SHARD: tuple_}, 2, **changes) for tuple_ in (before, after))
+    one, other = (odd_spec({SHARD: tuple_}, 2, **changes) for tuple_ in (before, after))
     require_a_move(ranks, tmp_path, one, other)
 
 
 def evaluate_between_steps(spec: Spec) -> list[float]:
-    """The evaluation loss before training and after every step, and training goes on."""
+    """Return the evaluation loss before training and after every step."""
     program = interpret(spec, world=World.join(spec.timeout))
     losses = []
     for step in range(STEPS + 1):
@@ -134,8 +134,8 @@ def evaluate_between_steps(spec: Spec) -> list[float]:
 def test_evaluation_sees_every_update(
     ranks: Ranks, placement: Mapping[str, str], changes: dict[str, Any]
 ) -> None:
-    spec = spec_of(placement, 2, **changes)
-    plain = spec_of(
+    spec = odd_spec(placement, 2, **changes)
+    plain = odd_spec(
         {SHARD: "S*,S,S,R"}, 2, **{k: v for k, v in changes.items() if k == "optimizer"}
     )
     found = ranks.run(2, evaluate_between_steps, spec)[0]
@@ -145,7 +145,7 @@ def test_evaluation_sees_every_update(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_device_takes_every_layout(ranks: Ranks, layout: str) -> None:
+def test_one_device_accepts_every_layout(ranks: Ranks, layout: str) -> None:
     changes = {"precision": {"layout": layout, "compute": "fp64"}, "accumulate": 2}
-    spec = spec_of({SHARD: "R,R,R,R"}, 1, **changes)
-    assert not failing(compare_runs(reference(spec), run(ranks, spec), FP64))
+    spec = odd_spec({SHARD: "R,R,R,R"}, 1, **changes)
+    assert not failed_checks(compare_runs(reference(spec), train_spec(ranks, spec), FP64))

@@ -21,7 +21,7 @@ from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import ReferenceTraining
 from tests.gloo.compiled_runs import Steps, run_compiled, run_pair, run_steps
-from tests.gloo.test_checkpoint import step, whole
+from tests.gloo.test_checkpoint import full_state, step
 from tests.gloo.test_compile import SMALL, needs_compiler, traffic
 from tests.ranks import Ranks
 
@@ -50,20 +50,20 @@ CASES = [
 ]
 
 
-def spec_of(row: str, recipe: str, base: list[str]) -> Spec:
+def float8_spec(row: str, recipe: str, base: list[str]) -> Spec:
     name, *overrides = ROWS[row]
     return require_runnable(load(name, [*base, *overrides, f"precision.matmul={recipe}"]))
 
 
-def sent(estimate: Estimate) -> dict[Any, tuple[int, int]]:
+def traffic_by_call(estimate: Estimate) -> dict[Any, tuple[int, int]]:
     return {key: figures for key, figures in traffic(estimate).items() if any(figures)}
 
 
 @pytest.mark.parametrize(("row", "recipe"), CASES)
 def test_bytes_are_predicted_and_traffic_is_that_without_fp8(ranks: Ranks, row, recipe):
-    spec = spec_of(row, recipe, TRUE_DTYPES)
+    spec = float8_spec(row, recipe, TRUE_DTYPES)
     exact = derive(spec, facts_of(spec)).exact
-    plain = spec_of(row, "none", TRUE_DTYPES)
+    plain = float8_spec(row, "none", TRUE_DTYPES)
     assert traffic(exact) == traffic(derive(plain, facts_of(plain)).exact)
     steps: list[Steps] = ranks.run(spec.world_size, run_steps, spec, timeout=300.0)
     require_measured(exact, steps)
@@ -75,14 +75,14 @@ def require_measured(exact: Estimate, steps: list[Steps]) -> None:
         for peak in measured.peak:
             (own,) = (p for p in exact.peak if (p.rank, p.phase) == (rank, peak.phase))
             assert own.device_bytes == peak.device_bytes, f"{peak.phase} of rank {rank}"
-        expected = sent(exact.of_rank(rank))
+        expected = traffic_by_call(exact.of_rank(rank))
         expected = {key: row for key, row in expected.items() if key.phase is not Phase.SETUP}
-        assert sent(measured) == expected, f"rank {rank}"
+        assert traffic_by_call(measured) == expected, f"rank {rank}"
 
 
 @pytest.mark.parametrize(("row", "recipe"), CASES)
 def test_in_fp64_losses_are_those_of_one_device(ranks: Ranks, row, recipe):
-    spec = spec_of(row, recipe, SMALL)
+    spec = float8_spec(row, recipe, SMALL)
     steps: list[Steps] = ranks.run(spec.world_size, run_steps, spec, timeout=300.0)
     device = ReferenceTraining(spec)
     for number, shares in enumerate(zip(*(own.losses for own in steps), strict=True)):
@@ -94,7 +94,7 @@ def test_in_fp64_losses_are_those_of_one_device(ranks: Ranks, row, recipe):
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, recipe):
-    eager = spec_of("zero3", recipe, SMALL)
+    eager = float8_spec("zero3", recipe, SMALL)
     compiled = require_runnable(
         load("zero3", [*SMALL, f"precision.matmul={recipe}", "compile=block"])
     )
@@ -102,7 +102,7 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, recipe):
     for pair in pairs:
         assert pair.difference <= 1e-12 and pair.without_gradient == 0
         assert pair.compiled.programs == (1, 1) and pair.compiled.breaks == 0
-        assert sent(pair.compiled.measured) == sent(pair.eager.measured)
+        assert traffic_by_call(pair.compiled.measured) == traffic_by_call(pair.eager.measured)
 
 
 @needs_compiler
@@ -128,12 +128,12 @@ def run_resumed(spec: Spec, folder: str) -> bool:
     assert found is not None, "the checkpoint is whole"
     checkpoint.load(loaded, path, found, exchange)
     step(loaded, 1)
-    states = whole(saved), whole(loaded)
+    states = full_state(saved), full_state(loaded)
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_training_continues_to_the_bit(ranks: Ranks, tmp_path: Path, recipe):
-    spec = spec_of("zero3", recipe, TRUE_DTYPES)
+    spec = float8_spec("zero3", recipe, TRUE_DTYPES)
     assert all(ranks.run(spec.world_size, run_resumed, spec, str(tmp_path)))

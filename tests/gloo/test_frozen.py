@@ -1,5 +1,5 @@
-"""Frozen parameters have neither gradients nor optimizer state: what is held and sent is predicted,
-simulated and measured to the byte, and what is trained becomes what one device makes of it."""
+"""Frozen parameters have neither gradients nor optimizer state: memory and traffic are exact in
+prediction, simulation and measurement, and training equals one device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PLANS = {  # over tp, by model: where its layers are, and their operators
 }
 
 
-def spec_of(strategy: str, model: str, *more: str) -> Spec:
+def frozen_spec(strategy: str, model: str, *more: str) -> Spec:
     words = [f"model={{target: tests.models_frozen:{model}}}", BATCH]
     words += [*([OF_STAGES] if strategy.startswith("pp") else []), *more]
     if strategy.startswith("tp") or "mesh.tp=2" in more:
@@ -70,7 +70,7 @@ def spec_of(strategy: str, model: str, *more: str) -> Spec:
     return ptrain.load(strategy, words).spec
 
 
-def _trained(spec: Spec, facts: ModelFacts) -> dict[str, Any]:
+def _train_on_rank(spec: Spec, facts: ModelFacts) -> dict[str, Any]:
     program = ptrain.interpret(spec, world=World.join(spec.timeout), allow_import=True)
     for step in range(STEPS):
         is_measured = step == STEPS - 1
@@ -82,7 +82,7 @@ def _trained(spec: Spec, facts: ModelFacts) -> dict[str, Any]:
             program.step(lr)
     comparison = ptrain.compare(spec, measurement, facts)
     state = program.state_dict()
-    whole = {name: _whole(tensor) for name, tensor in state["model"].items()}
+    whole = {name: _full_tensor(tensor) for name, tensor in state["model"].items()}
     return {
         "failing": [str(check) for check in comparison if not check.holds],
         "checks": len(comparison),
@@ -92,7 +92,7 @@ def _trained(spec: Spec, facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
 
 
@@ -100,23 +100,22 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "strategy", [*STRATEGIES, *(pytest.param(name, marks=nightly) for name in OTHERS)]
 )
-def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, model: str) -> None:
+def test_frozen_parameters_cost_only_their_storage(ranks: Ranks, strategy: str, model: str) -> None:
     if model == "lora":
         pytest.importorskip("peft")
     _require_the_same_training(ranks, strategy, model)
 
 
 def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: str) -> None:
-    """On all ranks every byte is predicted, and what becomes of the model is what one device makes
-    of it."""
-    spec = spec_of(strategy, model, *more)
+    """Require exact bytes on all ranks and the training of one device."""
+    spec = frozen_spec(strategy, model, *more)
     facts = ptrain.read_facts(spec, allow_import=True)
     device = ReferenceTraining(spec)
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
     trained = {name for name, tensor in device.module.named_parameters() if tensor.requires_grad}
     for step in range(STEPS):
         device.updater.update(device.accumulate(step).sums, spec.optimizer.lr)
-    for report in ranks.run(spec.world_size, _trained, spec, facts):
+    for report in ranks.run(spec.world_size, _train_on_rank, spec, facts):
         assert not report["failing"] and report["checks"] >= 9
         assert not report["off"]
         assert report["with state"] == {name for name in report["model"] if name in trained}
@@ -127,7 +126,7 @@ def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: s
 
 
 USED_UP = ("batch.accumulate=1", "batch.micro=4", "optimizer.clip=null")
-FLAT = {  # what one flat buffer of a unit knows and the other does not, by what reaches it
+FLAT = {  # gradients reach one flat buffer of a unit and not the other
     "gathered alone": ("zero3", "placement.dp_shard=S*,R,R,R"),
     "ahead": ("zero3", "placement.dp_shard=S*,R,S,R", "prefetch=1", "overlap=backward"),
     "kept": ("zero3", "placement.dp_shard=S*,R,S,R", "sync.reshard_after_backward=false"),
@@ -150,7 +149,7 @@ DAILY = ["ahead", "in front"]
 @pytest.mark.parametrize(
     "how", [*DAILY, *(pytest.param(how, marks=nightly) for how in FLAT if how not in DAILY)]
 )
-def test_of_a_flat_unit_what_is_frozen_has_a_buffer_of_its_own(ranks: Ranks, how: str) -> None:
+def test_frozen_parameters_of_a_flat_unit_have_a_separate_buffer(ranks: Ranks, how: str) -> None:
     strategy, *words = FLAT[how]
     _require_the_same_training(ranks, strategy, "adapted", *words)
 
@@ -187,7 +186,7 @@ PLACED_DAILY = ["whole", "gathered ahead", "in slices on the host"]
         *(pytest.param(how, marks=nightly) for how in PLACED if how not in PLACED_DAILY),
     ],
 )
-def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
+def test_frozen_parameters_have_a_separate_placement(ranks: Ranks, how: str) -> None:
     strategy, *words = PLACED[how]
     _require_the_same_training(ranks, strategy, "adapted", *words)
 
@@ -202,31 +201,33 @@ def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
         ),
     ],
 )
-def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
+def test_fully_shard_may_gather_units_that_backward_does_not_use(
     ranks: Ranks, more: tuple[str, ...]
 ) -> None:
     _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
 
 
 @pytest.mark.parametrize("strategy", ["pp-dp", pytest.param("pp-zero2", marks=nightly)])
-def test_a_head_that_is_a_frozen_table_is_summed_by_nobody(ranks: Ranks, strategy: str) -> None:
+def test_a_head_tied_to_a_frozen_embedding_is_not_reduced(ranks: Ranks, strategy: str) -> None:
     _require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
 
 
-def test_a_stage_of_which_nothing_is_trained_has_a_part_in_the_norm(ranks: Ranks) -> None:
+def test_a_fully_frozen_stage_takes_part_in_the_norm(ranks: Ranks) -> None:
     words = ["optimizer.clip=0.1", "model.arguments.without=2"]
     _require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
 
 
 @pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
-def test_slices_of_the_tokens_are_whole_where_backward_goes(ranks: Ranks, without: int) -> None:
+def test_token_slices_with_frozen_parameters_equal_one_device(ranks: Ranks, without: int) -> None:
     in_front = f"model.arguments.without={without}"
     _require_the_same_training(ranks, "tp-sp", "adapted", in_front)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["adapted", "lora"])
-def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: str) -> None:
+def test_sharded_operators_of_stages_with_frozen_parameters_equal_one_device(
+    ranks: Ranks, model: str
+) -> None:
     if model == "lora":
         pytest.importorskip("peft")
     _require_the_same_training(ranks, "pp-1f1b", model, *OVER_TP)
@@ -244,9 +245,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("where", REFUSED)
-def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
+def test_unsupported_frozen_parameters_are_rejected(where: str) -> None:
     strategy, *words = REFUSED[where]
-    spec = spec_of(strategy, "adapted", *words)
+    spec = frozen_spec(strategy, "adapted", *words)
     with pytest.raises(SpecError, match=rf"not supported yet: frozen parameters {where}.*: [a-z]"):
         ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True))
 
@@ -260,18 +261,18 @@ def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
         *(pytest.param(words, marks=nightly) for words in (["tp"], ["zero1", "frozen=O"])),
     ],
 )
-def test_fake_ranks_hold_and_send_what_was_derived(words: list[str]) -> None:
+def test_fake_ranks_have_the_predicted_memory_and_traffic(words: list[str]) -> None:
     strategy, *more = words
-    spec = spec_of(strategy, "adapted", *more)
+    spec = frozen_spec(strategy, "adapted", *more)
     exact = ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True)).exact.of_rank(0)
     simulated = simulate(spec, allow_import=True).estimate
     for kind in ("memory", "peak", "traffic"):
         assert not {*getattr(exact, kind)} ^ {*getattr(simulated, kind)}, kind
 
 
-def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
-    spec = spec_of("ddp", "adapted", "model.arguments.without=2")
-    for report in ranks.run(2, _trained, spec, ptrain.read_facts(spec, allow_import=True)):
+def test_units_without_gradients_are_exact_under_ddp(ranks: Ranks) -> None:
+    spec = frozen_spec("ddp", "adapted", "model.arguments.without=2")
+    for report in ranks.run(2, _train_on_rank, spec, ptrain.read_facts(spec, allow_import=True)):
         assert not report["failing"]
 
 
@@ -283,7 +284,7 @@ def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
         pytest.param("zero3 frozen=R", "ddp frozen=O", "fp32", marks=nightly),
     ],
 )
-def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
+def test_a_checkpoint_has_frozen_parameters_and_another_placement_continues_it(
     ranks: Ranks, tmp_path: Path, first: str, second: str, layout: str
 ) -> None:
     target = "model={target: tests.models_frozen:adapted}"
@@ -291,7 +292,7 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
 
     def trained(strategy: str, name: str, *more: str) -> dict[int, float]:
         given = (*strategy.split(), *words, *more, "log.every=1")
-        for end in sessions.train(ranks, 2, *given, folder=tmp_path / name):
+        for end in sessions.train_on_ranks(ranks, 2, *given, folder=tmp_path / name):
             assert end.code == 0, end.error
         return jobs.losses(tmp_path / name)
 
@@ -303,15 +304,13 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
     assert all(abs(goes_on[step] - at_once[step]) < tolerance for step in goes_on)
 
 
-def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_adapters_are_exported_to_transformers_or_peft(ranks: Ranks, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     words = ["model={target: tests.models_frozen:lora}", BATCH, "train.steps=3", "eval.every=0"]
     words += ["optimizer.lr=0.1", "optimizer.schedule.warmup=0", "--allow-import"]
     words += ["checkpoint.at_end=true"]
-    for end in sessions.train(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
+    for end in sessions.train_on_ranks(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
         assert end.code == 0, end.error
     saved = SavedModel(tmp_path / "run")
     (module, _), (plain, _) = (saved.build(allow_import=True) for _ in range(2))
@@ -334,7 +333,7 @@ def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
 def test_a_model_without_adapters_is_not_exported_as_one(ranks: Ranks, tmp_path: Path) -> None:
     words = ["model.layers=1", "train.steps=1", "eval.every=0", "checkpoint.at_end=true"]
     one = ("ddp", "mesh.dp_replicate=1", *words)
-    (end,) = sessions.train(ranks, 1, *one, folder=tmp_path / "run")
+    (end,) = sessions.train_on_ranks(ranks, 1, *one, folder=tmp_path / "run")
     assert end.code == 0, end.error
     with pytest.raises(SpecError, match="Transformer has no PEFT adapters"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)

@@ -1,5 +1,5 @@
-"""A module that the user built, in a program and a loop of theirs: it holds what is predicted of
-it, on every axis."""
+"""A module that the user built, in a ptrain program and the user's loop, costs what is predicted on
+every axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ nightly = pytest.mark.nightly
 SIZES = ("batch.sequence=16", "batch.global=8", "optimizer.clip=null")
 
 
-def of_transformers() -> nn.Module:
+def transformers_model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 260}
     return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
@@ -32,15 +32,15 @@ def of_transformers() -> nn.Module:
     )
 
 
-BUILT = {"own": pairs, "transformers": of_transformers}
+BUILT = {"own": pairs, "transformers": transformers_model}
 
 
-def spec_of(strategy: str) -> Spec:
+def given_model_spec(strategy: str) -> Spec:
     return ptrain.load(strategy, SIZES).spec
 
 
-def _trained(model: str, strategy: str) -> dict[str, Any]:
-    spec = spec_of(strategy)
+def _train_and_compare(model: str, strategy: str) -> dict[str, Any]:
+    spec = given_model_spec(strategy)
     torch.manual_seed(0)
     module = BUILT[model]()
     facts = ptrain.read_facts(spec, module)
@@ -65,15 +65,15 @@ def _trained(model: str, strategy: str) -> dict[str, Any]:
         pytest.param("transformers", "pp-1f1b", marks=nightly),
     ],
 )
-def test_a_module_in_the_place_of_the_specs_holds(ranks: Ranks, model: str, strategy: str) -> None:
-    for told in ranks.run(2, _trained, model, strategy):
+def test_a_given_module_holds(ranks: Ranks, model: str, strategy: str) -> None:
+    for told in ranks.run(2, _train_and_compare, model, strategy):
         assert not told["failing"] and told["checks"] >= 9
         assert "verdict: holds" in told["text"]
 
 
-def _shared() -> bool:
-    """Whether a rank's part of a global batch is what the sampler gives it."""
-    spec = spec_of("zero3")
+def _matches_sampler() -> bool:
+    """Return True if the rank's part of a global batch matches the sampler's."""
+    spec = given_model_spec("zero3")
     program = ptrain.interpret(spec, world=World.join(spec.timeout))
     local = program.samples(0)
     whole = torch.zeros(spec.batch.global_samples, spec.batch.sequence + 1, dtype=torch.int64)
@@ -85,12 +85,12 @@ def _shared() -> bool:
     return torch.equal(shared.tensors[0], local.tensors[0])
 
 
-def test_a_rank_takes_its_samples_of_a_batch_of_the_users(ranks: Ranks) -> None:
-    assert all(ranks.run(2, _shared))
+def test_a_rank_takes_its_samples_from_a_users_batch(ranks: Ranks) -> None:
+    assert all(ranks.run(2, _matches_sampler))
 
 
-def _fed(is_born_inside: bool) -> list[str]:
-    """The failing checks of a loop that keeps its global batch through the measured step."""
+def _failed_with_kept_batch(is_born_inside: bool) -> list[str]:
+    """Return the failed checks of a loop that keeps its global batch through the measured step."""
     spec = ptrain.load("zero2", SIZES).spec
     program = ptrain.interpret(spec, world=World.join(spec.timeout))
     shape = spec.batch.global_samples, spec.batch.sequence + 1
@@ -111,11 +111,11 @@ def _fed(is_born_inside: bool) -> list[str]:
 def test_a_global_batch_that_outlives_the_step_is_not_memory_of_the_program(
     ranks: Ranks, is_born_inside: bool
 ) -> None:
-    assert ranks.run(2, _fed, is_born_inside) == [[], []]
+    assert ranks.run(2, _failed_with_kept_batch, is_born_inside) == [[], []]
 
 
-def _drawn_apart() -> str:
-    spec = spec_of("ddp")
+def _refusal_of_different_weights() -> str:
+    spec = given_model_spec("ddp")
     world = World.join(spec.timeout)
     torch.manual_seed(world.rank)
     with pytest.raises(SpecError) as caught:
@@ -123,7 +123,7 @@ def _drawn_apart() -> str:
     return str(caught.value)
 
 
-def test_weights_that_differ_between_ranks_are_told_on_every_rank(ranks: Ranks) -> None:
-    for message in ranks.run(2, _drawn_apart):
+def test_weights_that_differ_between_ranks_are_reported_on_every_rank(ranks: Ranks) -> None:
+    for message in ranks.run(2, _refusal_of_different_weights):
         assert "rank 1 and rank 0 have different values" in message
         assert "torch.manual_seed" in message

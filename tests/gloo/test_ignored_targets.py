@@ -1,5 +1,5 @@
-"""Targets that count for nothing, more of them on one rank than on another: gradients are those of
-one device, whose loss is the mean over all that count, and bytes are exact."""
+"""Ignored targets in different numbers per rank: gradients equal those of one device, whose loss is
+the mean over all counted targets, and bytes are exact."""
 
 from __future__ import annotations
 
@@ -35,43 +35,49 @@ CONTEXT: tuple[dict[str, Any], ...] = (
 )
 
 
-def ignoring(spec: Spec) -> Spec:
+def ignoring_spec(spec: Spec) -> Spec:
     return replace(spec, data=replace(spec.data, ignored=IGNORED))
 
 
 @pytest.mark.parametrize("variant", ["zigzag", nightly("all-gather"), nightly("ulysses")])
-def test_over_cp(ranks: Ranks, variant: str) -> None:
-    assert not MATRIX.differences(ranks, context_cases.spec_of(variant, **DATA))
+def test_ignored_targets_over_cp_equal_one_device(ranks: Ranks, variant: str) -> None:
+    assert not MATRIX.differences(ranks, context_cases.context_spec(variant, **DATA))
 
 
 @pytest.mark.parametrize("case", [nightly(case, id=str(case)) for case in CONTEXT])
-def test_over_cp_and_what_it_is_multiplied_with(ranks: Ranks, case: dict[str, Any]) -> None:
-    assert not MATRIX.differences(ranks, context_cases.spec_of("zigzag", **case, **DATA))
+def test_ignored_targets_over_cp_with_other_axes_equal_one_device(
+    ranks: Ranks, case: dict[str, Any]
+) -> None:
+    assert not MATRIX.differences(ranks, context_cases.context_spec("zigzag", **case, **DATA))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("loss", ["cross-entropy", {"chunk": 4}])
-def test_over_data_ranks_and_tp(ranks: Ranks, data: str, loss: Any) -> None:
+def test_ignored_targets_over_data_ranks_and_tp_equal_one_device(
+    ranks: Ranks, data: str, loss: Any
+) -> None:
     placed = {"dp_shard": data}
-    spec = tensor_cases.spec_of(data=placed, activations="S", loss=loss)
-    assert not MATRIX.differences(ranks, ignoring(spec))
+    spec = tensor_cases.tensor_spec(data=placed, activations="S", loss=loss)
+    assert not MATRIX.differences(ranks, ignoring_spec(spec))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("loss", ["cross-entropy", {"chunk": 4}, "fused"])
-def test_over_data_ranks_alone(ranks: Ranks, data: str, loss: Any) -> None:
+def test_ignored_targets_over_data_ranks_equal_one_device(
+    ranks: Ranks, data: str, loss: Any
+) -> None:
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
-    spec = tensor_cases.spec_of(data={axis: data}, degree=1, loss=loss)
-    assert not MATRIX.differences(ranks, ignoring(spec))
+    spec = tensor_cases.tensor_spec(data={axis: data}, degree=1, loss=loss)
+    assert not MATRIX.differences(ranks, ignoring_spec(spec))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *map(nightly, ("gpipe", "zero-bubble", "zbv"))])
-def test_over_stages(ranks: Ranks, schedule: str) -> None:
+def test_ignored_targets_over_pp_equal_one_device(ranks: Ranks, schedule: str) -> None:
     mesh = {"pp": 2, "dp_shard": 2}
-    spec = pipeline_cases.spec_of(schedule=schedule, mesh=mesh, data="zero2")
-    assert not MATRIX.differences(ranks, ignoring(spec))
+    spec = pipeline_cases.pipeline_spec(schedule=schedule, mesh=mesh, data="zero2")
+    assert not MATRIX.differences(ranks, ignoring_spec(spec))
 
 
 @pytest.mark.parametrize(
@@ -84,23 +90,23 @@ def test_over_stages(ranks: Ranks, schedule: str) -> None:
         nightly("ulysses", "gpt"),
     ],
 )
-def test_samples_that_are_padded(ranks: Ranks, variant: str, model: str) -> None:
-    spec = context_cases.spec_of(variant, model, **PADDED)
+def test_padded_samples_equal_one_device(ranks: Ranks, variant: str, model: str) -> None:
+    spec = context_cases.context_spec(variant, model, **PADDED)
     assert spec.batch.padding in (1, 3)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [CONTEXT[1], CONTEXT[2], CONTEXT[4]], ids=str)
-def test_padded_samples_and_what_they_are_multiplied_with(
+def test_padded_samples_with_other_axes_equal_one_device(
     ranks: Ranks, case: dict[str, Any]
 ) -> None:
-    spec = context_cases.spec_of("zigzag", **case, **PADDED, **DATA)
+    spec = context_cases.context_spec("zigzag", **case, **PADDED, **DATA)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
-def test_samples_that_are_padded_for_tp_alone(ranks: Ranks) -> None:
-    spec = tensor_cases.spec_of("gqa", activations="S", **PADDED)
+def test_samples_padded_only_for_tp_equal_one_device(ranks: Ranks) -> None:
+    spec = tensor_cases.tensor_spec("gqa", activations="S", **PADDED)
     assert spec.batch.padding == 1
     assert not MATRIX.differences(ranks, spec)

@@ -1,5 +1,5 @@
-"""Large tensors on gloo are gathered and summed where they are: to the bit what its own gather and
-reduce-scatter make of them, and one call of these for the meters."""
+"""In-place collectives for large tensors on gloo give the bits of gloo's gather and reduce-scatter,
+and the meters count one call each."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AXES = ("dp_shard",)
 
 
-def _drawn(dtype: torch.dtype, ranks: int, size: int) -> torch.Tensor:
-    """A tensor of some `size` bytes that `ranks` divide, another on every rank."""
+def _random_tensor(dtype: torch.dtype, ranks: int, size: int) -> torch.Tensor:
+    """Return a tensor of about `size` bytes that `ranks` divide, different on every rank."""
     torch.manual_seed(dist.get_rank())
     numel = size // dtype.itemsize // ranks * ranks
     return (100 * torch.randn(numel)).to(dtype)
 
 
-def _gathers(dtype: torch.dtype, size: int) -> list[bool]:
-    """Whether gathers of a shard beside the whole, of one in it, and of one that is awaited later
-    make what gloo's own makes."""
+def _gathers_match(dtype: torch.dtype, size: int) -> list[bool]:
+    """Return True if gathers of a separate shard, of a shard within the output, and of one that is
+    awaited later equal gloo's gather."""
     group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
-    whole = _drawn(dtype, group.size(), size)
+    whole = _random_tensor(dtype, group.size(), size)
     shard = whole.chunk(group.size())[group.rank()]
     wanted = torch.empty_like(whole)
     comm._all_gather(wanted, shard, group=group)
     beside, later, inside = (torch.empty_like(whole) for _ in range(3))
     assert all_gather(beside, shard, group, registry) is None
-    TaggedAllGather(registry, "blocks.0")(inside, _placed(inside, shard), group)
+    TaggedAllGather(registry, "blocks.0")(inside, _gather_in_place(inside, shard), group)
     work = all_gather(later, shard, group, registry, is_awaited=False)
     assert isinstance(work, dist.Work)
     work.wait()
     return [torch.equal(wanted, made) for made in (beside, inside, later)]
 
 
-def _placed(whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def _gather_in_place(whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     own = whole.chunk(dist.get_world_size())[dist.get_rank()]
     return own.copy_(shard)
 
 
 @pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_gather_has_every_part_at_its_place(ranks: Ranks, count: int, size: int) -> None:
+def test_a_gather_places_every_shard(ranks: Ranks, count: int, size: int) -> None:
     for dtype in GATHERED:
-        assert ranks.run(count, _gathers, dtype, size) == [[True] * 3] * count, dtype
+        assert ranks.run(count, _gathers_match, dtype, size) == [[True] * 3] * count, dtype
 
 
-def _sums(dtype: torch.dtype, size: int) -> list[bool]:
+def _sums_match(dtype: torch.dtype, size: int) -> list[bool]:
     group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
-    whole = _drawn(dtype, group.size(), size)
+    whole = _random_tensor(dtype, group.size(), size)
     wanted, now, later = (whole.new_empty(whole.numel() // group.size()) for _ in range(3))
     comm._reduce_scatter(wanted, whole.clone(), group=group)
     native = ReduceScatterVia.NATIVE
@@ -78,16 +78,14 @@ def _sums(dtype: torch.dtype, size: int) -> list[bool]:
 
 @pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_sum_is_to_the_bit_that_of_gloos_own_reduce_scatter(
-    ranks: Ranks, count: int, size: int
-) -> None:
+def test_a_sum_equals_gloos_reduce_scatter_to_the_bit(ranks: Ranks, count: int, size: int) -> None:
     for dtype in SUMMED:
-        assert ranks.run(count, _sums, dtype, size) == [[True] * 2] * count, dtype
+        assert ranks.run(count, _sums_match, dtype, size) == [[True] * 2] * count, dtype
 
 
-def _counted(size: int) -> tuple[Traffic, ...]:
-    """What the meter says of a gather and a reduce-scatter, and of an all-reduce and a broadcast
-    after them."""
+def _metered_calls(size: int) -> tuple[Traffic, ...]:
+    """Return the meter's counts of a gather and a reduce-scatter, then of an all-reduce and a
+    broadcast."""
     group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
     whole = registry.tag(torch.ones(size, dtype=torch.uint8), State.PARAMETERS)
@@ -103,9 +101,9 @@ def _counted(size: int) -> tuple[Traffic, ...]:
 
 @pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_meter_counts_the_call_that_was_meant(ranks: Ranks, count: int, size: int) -> None:
+def test_the_meter_counts_the_requested_collective(ranks: Ranks, count: int, size: int) -> None:
     part = size * (count - 1) // count
-    for calls in ranks.run(count, _counted, size):
+    for calls in ranks.run(count, _metered_calls, size):
         assert [(row.key.collective, row.key.state, row.sent_bytes) for row in calls] == [
             (Collective.ALL_GATHER, State.PARAMETERS, part),
             (Collective.REDUCE_SCATTER, State.GRADIENTS, part),

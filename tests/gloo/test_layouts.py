@@ -1,5 +1,5 @@
-"""Layouts: what is computed is what one device computes in the same dtypes; a scaled loss that
-overflows on one rank stops the update on all; and ranks whose models differ do not begin."""
+"""Layouts compute the result of one device in the same dtypes; an overflow of a scaled loss on one
+rank skips the update on all; ranks whose models differ do not start."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ptrain.verification.reference import Trajectory
 from tests.gloo import matrix
 from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
-from tests.gloo.runs import train
-from tests.gloo.test_checkpoint import whole
-from tests.gloo.test_exact import failing
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_checkpoint import full_state
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, Tolerances, compare, one_device
 
@@ -56,7 +56,7 @@ CUSTOM: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def spec_of(
+def layout_spec(
     precision: Mapping[str, str],
     placement: Mapping[str, str] | None = None,
     *,
@@ -64,7 +64,7 @@ def spec_of(
     sync: Mapping[str, str] | None = None,
     **optimizer: Any,
 ) -> Spec:
-    """Two micro-batches on each of two ranks, or four on one."""
+    """Return a spec with two micro-batches on each of two ranks, or four on one."""
     mapping: dict[str, Any] = {
         "name": "layouts",
         "model": dict(ODD),
@@ -85,14 +85,14 @@ def layout_of(name: str) -> Mapping[str, str]:
     return {"layout": name} if name in LAYOUTS else CUSTOM[name]
 
 
-def run(ranks: Ranks, spec: Spec) -> Trajectory:
-    found = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+def train_spec(ranks: Ranks, spec: Spec) -> Trajectory:
+    found = ranks.run(spec.world_size, train_on_rank, spec, STEPS)[0].trajectory
     assert found is not None
     return found
 
 
 def layouts_and_placements() -> list[Any]:
-    """Nightly: all. By default every second layout, and all of the user's own, once."""
+    """Yield the cases: all at night; by default every second layout, and all custom ones once."""
     every, usual = (pytest.mark.nightly,), ()
     by_default = {*[*LAYOUTS][::2], *CUSTOM}
     return [
@@ -106,14 +106,14 @@ def layouts_and_placements() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "placement"), layouts_and_placements())
-def test_every_layout_is_one_device_in_fp64_and_in_its_own_dtypes(
+def test_every_layout_equals_one_device_in_fp64_and_in_its_dtypes(
     ranks: Ranks, name: str, placement: str
 ) -> None:
     for fp64 in (True, False):
-        spec = spec_of(layout_of(name), PLACEMENTS[placement], fp64=fp64)
+        spec = layout_spec(layout_of(name), PLACEMENTS[placement], fp64=fp64)
         reference = one_device(spec, STEPS)
         tolerances = FP64 if fp64 else Tolerances(losses=loss_band(spec, reference))
-        assert not failing(compare(reference, run(ranks, spec), tolerances))
+        assert not failed_checks(compare(reference, train_spec(ranks, spec), tolerances))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_every_layout_is_one_device_in_fp64_and_in_its_own_dtypes(
         for name in (*LAYOUTS, *CUSTOM)
     ],
 )
-def test_one_rank_takes_every_layout(ranks: Ranks, name: str) -> None:
-    spec = spec_of(layout_of(name), fp64=True)
-    assert not failing(compare(one_device(spec, STEPS), run(ranks, spec), FP64))
+def test_one_rank_accepts_every_layout(ranks: Ranks, name: str) -> None:
+    spec = layout_spec(layout_of(name), fp64=True)
+    assert not failed_checks(compare(one_device(spec, STEPS), train_spec(ranks, spec), FP64))
 
 
-def muons() -> list[Any]:
-    """By default every placement once, with one of the layouts."""
+def muon_cases() -> list[Any]:
+    """Yield every placement with one of the layouts; the others at night."""
     placements = (None, PLACEMENTS["whole"], {"dp_shard": "S*,S*,S*,R"}, {"dp_shard": "R,S*,R,R"})
     default = ("fp32", "zero16", "zero16", "fp32")
     return [
@@ -139,15 +139,15 @@ def muons() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("placement", "layout"), muons(), ids=str)
-def test_muon_is_one_device_wherever_whole_matrices_are_updated(
+@pytest.mark.parametrize(("placement", "layout"), muon_cases(), ids=str)
+def test_muon_equals_one_device_for_every_placement(
     ranks: Ranks, placement: Mapping[str, str] | None, layout: str
 ) -> None:
     for fp64 in (True, False):
-        spec = spec_of({"layout": layout}, placement, fp64=fp64, name="muon")
+        spec = layout_spec({"layout": layout}, placement, fp64=fp64, name="muon")
         reference = one_device(spec, STEPS)
         tolerances = FP64 if fp64 else Tolerances(losses=loss_band(spec, reference))
-        assert not failing(compare(reference, run(ranks, spec), tolerances))
+        assert not failed_checks(compare(reference, train_spec(ranks, spec), tolerances))
 
 
 def program_of(spec: Spec) -> Program:
@@ -160,19 +160,21 @@ def step(program: Program, index: int) -> torch.Tensor | None:
     return program.step(1e-3)
 
 
-def differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors whose bits differ."""
+def differing_tensors(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return the names of the tensors whose bits differ."""
     assert before.keys() == after.keys()
     return [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
 
 
 def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
-    """Two steps, the second with an infinite gradient on one rank; then a third without."""
+    """Train two steps, the second with an infinite gradient on one rank, then a third without."""
     program = program_of(spec)
     assert program.scaling is not None
     program.scaling.scale.fill_(1024.0)  # small enough that nothing overflows by itself
     step(program, 0)
-    before = whole(program)
+    before = full_state(program)
     is_last = program.world.rank == program.world.size - 1
 
     def explode(module: object, args: object, output: torch.Tensor) -> None:
@@ -182,13 +184,13 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
     handle = program.model.register_forward_hook(explode)
     step(program, 1)
     handle.remove()
-    skipped, found = whole(program), float(program.scaling.found_inf)
+    skipped, found = full_state(program), float(program.scaling.found_inf)
     step(program, 2)
     return {
-        "skipped": differing(before, skipped),
+        "skipped": differing_tensors(before, skipped),
         "scale": float(program.scaling.scale),
         "found": found,
-        "then": len(differing(skipped, whole(program))),
+        "then": len(differing_tensors(skipped, full_state(program))),
         "steps": {float(value) for name, value in skipped.items() if name.endswith(".step")},
     }
 
@@ -208,15 +210,15 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     ranks: Ranks, placement: Mapping[str, str]
 ) -> None:
-    spec = spec_of({"layout": "fp16"}, placement)
+    spec = layout_spec({"layout": "fp16"}, placement)
     for seen in ranks.run(2, overflow_on_the_last_rank, spec):
         assert seen["skipped"] == ["scaling.scale", "scaling.growth_tracker"]
         assert seen["scale"] == 512.0 and seen["found"] == 1.0
         assert seen["steps"] == {1.0} and seen["then"] > 10
 
 
-def test_the_scale_travels_in_checkpoints(ranks: Ranks) -> None:
-    spec = spec_of({"layout": "fp16"}, {"dp_shard": "zero1"})
+def test_checkpoints_contain_the_loss_scale(ranks: Ranks) -> None:
+    spec = layout_spec({"layout": "fp16"}, {"dp_shard": "zero1"})
     states = ranks.run(2, scale_after_loading, spec)
     assert states == [(4096.0, 7)] * 2
 
@@ -235,25 +237,25 @@ def scale_after_loading(spec: Spec) -> tuple[float, int]:
 
 
 def masters_after_loading(spec: Spec, other: Spec) -> list[str]:
-    """What is lost on the way from one placement to another and back."""
+    """Return the differences after moving from one placement to another and back."""
     first, second = program_of(spec), program_of(other)
     step(first, 0)
-    before = whole(first)
+    before = full_state(first)
     second.load_state_dict(first.state_dict())
     step(first, 1)
     first.load_state_dict(second.state_dict())
-    return differing(before, whole(first))
+    return differing_tensors(before, full_state(first))
 
 
 @pytest.mark.parametrize("placement", ["M,S,S,R", "M,O,S,R", "S*,S,S,R"])
 def test_parameters_made_of_masters_are_kept_to_the_bit(ranks: Ranks, placement: str) -> None:
-    spec = spec_of({"layout": "fsdp-mixed"}, {"dp_shard": placement})
-    other = spec_of({"layout": "fsdp-mixed"}, {"dp_shard": "zero1"})
+    spec = layout_spec({"layout": "fsdp-mixed"}, {"dp_shard": placement})
+    other = layout_spec({"layout": "fsdp-mixed"}, {"dp_shard": "zero1"})
     assert ranks.run(2, masters_after_loading, spec, other) == [[], []]
 
 
-def differing_model(spec: Spec, what: str) -> str:
-    """The message with which this rank refuses."""
+def refuse_different_model(spec: Spec, what: str) -> str:
+    """Return the message with which this rank rejects the model."""
     world = World.join(spec.timeout)
     module = build_module(spec).to_empty(device="cpu")
     initialize(module, 0)
@@ -263,7 +265,7 @@ def differing_model(spec: Spec, what: str) -> str:
         value = parameter.detach().double() if what == "dtype" else parameter.detach()[:-1].clone()
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(value))
     try:
-        if what == "dtype":  # what is interpreted is cast to the spec's
+        if what == "dtype":  # the program's model is cast to the spec's dtypes
             require_equal_models(module, spec.precision.layout, world)
         interpret(spec, module, world)
     except SpecError as error:
@@ -272,16 +274,16 @@ def differing_model(spec: Spec, what: str) -> str:
     return ""
 
 
-def test_ranks_whose_dtypes_or_shapes_differ_refuse_to_start(ranks: Ranks) -> None:
-    spec = spec_of({"layout": "fp32"}, {"dp_shard": "zero1"})
+def test_ranks_whose_dtypes_or_shapes_differ_reject_to_start(ranks: Ranks) -> None:
+    spec = layout_spec({"layout": "fp32"}, {"dp_shard": "zero1"})
     for what, finding in (
         ("dtype", "its dtype is float32 on rank 0, float64 on rank 1"),
         ("shape", "its shape is [259, 42] on rank 0, [258, 42] on rank 1"),
     ):
-        messages = ranks.run(2, differing_model, spec, what)
+        messages = ranks.run(2, refuse_different_model, spec, what)
         assert messages[0] == messages[1]
         assert finding in messages[0] and "embed.weight" in messages[0]
-    assert ranks.run(2, differing_model, spec, "nothing") == ["", ""]
+    assert ranks.run(2, refuse_different_model, spec, "nothing") == ["", ""]
 
 
 def refusal_without_a_rate(spec: Spec) -> str:
@@ -310,8 +312,8 @@ def test_an_update_in_backward_needs_its_learning_rate_before(ranks: Ranks) -> N
 def test_fsdp2_reduces_gradients_in_a_wider_dtype_than_it_keeps(
     ranks: Ranks, placement: Mapping[str, str], sync: Mapping[str, str]
 ) -> None:
-    """And every byte of it is predicted."""
-    spec = spec_of({"layout": "zero16", "reduced": "fp32"}, placement, sync=sync)
+    """Check every predicted byte too."""
+    spec = layout_spec({"layout": "zero16", "reduced": "fp32"}, placement, sync=sync)
     assert isinstance(lower(spec).wrap, FullyShard)
-    result = matrix.run(ranks, spec)
-    assert not [*failing(result.checks), *failing(result.against)]
+    result = matrix.run_spec(ranks, spec)
+    assert not [*failed_checks(result.checks), *failed_checks(result.against)]

@@ -1,5 +1,5 @@
-"""An optimizer that is not fused is predicted to the byte, peaks included, and computes what its
-reference computes on one device."""
+"""Optimizers that are not fused are predicted to the byte, including peaks, and compute the result
+of their reference on one device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo import pipeline_cases, tensor_cases
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
-from tests.gloo.rows import ROWS, default
-from tests.gloo.runs import train
-from tests.gloo.test_exact import failing
+from tests.gloo.rows import ROWS, default_setting
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_exact import failed_checks
 from tests.gloo.test_flat_state import require_a_move
 from tests.ranks import Ranks
 from tests.trajectories import FP64, compare, one_device
@@ -30,32 +30,32 @@ STEPS = 4
 NAMES = tuple(name for name, row in OPTIMIZERS.items() if row.temporaries)
 
 
-def of_row(row: str, *, optimizer: Mapping[str, Any]) -> Spec:
-    mapping = default(row).with_dials(fp64=True).mapping()
+def row_spec(row: str, *, optimizer: Mapping[str, Any]) -> Spec:
+    mapping = default_setting(row).with_dials(fp64=True).mapping()
     return require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | optimizer}))
 
 
-def of_case(spec_of: Callable[..., Spec], *, optimizer: Mapping[str, Any]) -> Spec:
+def case_spec(spec_of: Callable[..., Spec], *, optimizer: Mapping[str, Any]) -> Spec:
     return spec_of(optimizer={"lr": 3e-3, "schedule": {"warmup": 2}, **optimizer})
 
 
 CASES: Mapping[str, Callable[..., Spec]] = {
-    **{row: partial(of_row, row) for row in ROWS if row != "muon"},
+    **{row: partial(row_spec, row) for row in ROWS if row != "muon"},
     **{
         f"tp-{name}": partial(
-            of_case, partial(tensor_cases.spec_of, activations="S", data={"dp_shard": name})
+            case_spec, partial(tensor_cases.tensor_spec, activations="S", data={"dp_shard": name})
         )
         for name in ("zero1", "zero3")
     },
     **{
         f"pp-{schedule}": partial(
-            of_case,
-            partial(pipeline_cases.spec_of, schedule=schedule, mesh={"pp": 2, "dp_shard": 2}),
+            case_spec,
+            partial(pipeline_cases.pipeline_spec, schedule=schedule, mesh={"pp": 2, "dp_shard": 2}),
         )
         for schedule in ("interleaved", "zbv")
     },
-    "tp": partial(of_case, partial(tensor_cases.spec_of, activations="S*")),
-    "pp": partial(of_case, partial(pipeline_cases.spec_of, mesh={"pp": 2})),
+    "tp": partial(case_spec, partial(tensor_cases.tensor_spec, activations="S*")),
+    "pp": partial(case_spec, partial(pipeline_cases.pipeline_spec, mesh={"pp": 2})),
 }
 BY_DEFAULT = {
     ("nadam", "zero1"), ("nadam", "zero3"), ("nadam", "ddp-zero-redundancy"),
@@ -64,15 +64,15 @@ BY_DEFAULT = {
 
 
 def mismatches(ranks: Ranks, spec: Spec) -> list[str]:
-    """What is not as predicted, peaks to the byte, and what is not as on one device."""
-    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
+    """Return differences from the prediction (peaks to the byte) and from one device."""
+    outcome = Outcome(spec, ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED_STEP))
     against = compare(one_device(spec, STEPS), outcome.trajectory, FP64)
-    return [*failing(outcome.checks), *peaks_off(outcome), *failing(against)]
+    return [*failed_checks(outcome.checks), *inexact_peaks(outcome), *failed_checks(against)]
 
 
-def peaks_off(outcome: Outcome) -> list[str]:
-    """Peaks that are not to the byte what was predicted, beside the copy of a loss that `train`
-    keeps while it updates."""
+def inexact_peaks(outcome: Outcome) -> list[str]:
+    """Return peaks that differ from the prediction, apart from the loss copy that `train` keeps
+    during the update."""
     copy = 8 if outcome.spec.precision.compute_fp64 else 4
     measured = {(peak.phase, peak.rank): peak.device_bytes for peak in outcome.measured.peak}
     return [
@@ -91,7 +91,7 @@ def peaks_off(outcome: Outcome) -> list[str]:
         for case in CASES
     ],
 )
-def test_what_is_not_fused_is_predicted_to_the_byte_and_equals_one_device(
+def test_an_unfused_optimizer_is_exact_and_equals_one_device(
     ranks: Ranks, name: str, case: str
 ) -> None:
     assert not mismatches(ranks, CASES[case](optimizer={"name": name}))
@@ -101,13 +101,13 @@ def test_what_is_not_fused_is_predicted_to_the_byte_and_equals_one_device(
 @pytest.mark.parametrize("layout", ["bf16", "fp16", "zero16", "fsdp-mixed"])
 @pytest.mark.parametrize("row", ["ddp", "ddp-zero-redundancy", "zero1", "zero3", "zero-offload"])
 @pytest.mark.parametrize("name", NAMES)
-def test_in_16_bits_it_is_predicted_to_the_byte_too(
+def test_an_unfused_optimizer_in_16_bits_is_exact(
     ranks: Ranks, name: str, row: str, layout: str
 ) -> None:
-    mapping = default(row).with_dials(fp64=False, layout=layout).mapping()
+    mapping = default_setting(row).with_dials(fp64=False, layout=layout).mapping()
     spec = require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | {"name": name}}))
-    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
-    assert not [*failing(outcome.checks), *peaks_off(outcome)]
+    outcome = Outcome(spec, ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED_STEP))
+    assert not [*failed_checks(outcome.checks), *inexact_peaks(outcome)]
     losses = outcome.trajectory.losses
     assert losses[-1] < losses[0]
 
@@ -123,7 +123,7 @@ MOVES = {
 @pytest.mark.parametrize(
     ("name", "before", "after"), [pytest.param(*move, marks=MOVES[move]) for move in MOVES]
 )
-def test_its_state_moves_to_another_place(
+def test_the_state_of_an_unfused_optimizer_moves_to_another_placement(
     ranks: Ranks, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     one, other = (CASES[case](optimizer={"name": name}) for case in (before, after))

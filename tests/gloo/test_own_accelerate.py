@@ -1,4 +1,4 @@
-"""Scripts of accelerate, as they are: a sound one holds, faults that users reported are told."""
+"""Unmodified accelerate scripts: a correct one holds, and faults that users reported are named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 pytestmark = pytest.mark.gloo
 
 
-def judged(case: str, *arguments: Any) -> dict[str, Any]:
+def verify_script(case: str, *arguments: Any) -> dict[str, Any]:
     from tests.corpus import accelerated
 
     verdict = getattr(accelerated, case)(*arguments)
@@ -20,7 +20,7 @@ def judged(case: str, *arguments: Any) -> dict[str, Any]:
 
 
 def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
-    verdict = ranks.run(2, judged, "accelerated_script")[0]
+    verdict = ranks.run(2, verify_script, "accelerated_script")[0]
     assert verdict["holds"], verdict["text"]
 
 
@@ -32,4 +32,4 @@ def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
     ],
 )
 def test_a_fault_of_a_script_is_named(ranks: Ranks, case: str, said: str) -> None:
-    assert said in ranks.run(2, judged, case, True)[0]["text"]
+    assert said in ranks.run(2, verify_script, case, True)[0]["text"]

@@ -1,4 +1,5 @@
-"""Micro-batches that are added up in 16 bits are found below the tolerance of 16 bits."""
+"""Accumulating micro-batches in 16 bits is detected, although the error is below the 16-bit
+tolerance."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ pytestmark = pytest.mark.gloo
 COUNT = 4  # micro-batches of a rank
 
 
-def accumulation_said(way: str) -> tuple[bool, str, str]:
-    """Return whether the verdict holds, the factor and the text. `way`: in which dtype the loop
-    adds micro-batches up; the reference does in float32, and both compute in bfloat16."""
+def verify_accumulation(way: str) -> tuple[bool, str, str]:
+    """Return whether the verdict holds, the factor and the text. `way` is the loop's accumulation
+    dtype; the reference accumulates in float32, and both compute in bfloat16."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def job(count: int, is_loop: bool) -> ptrain.Job:
@@ -56,6 +57,6 @@ def accumulation_said(way: str) -> tuple[bool, str, str]:
 def test_an_accumulator_in_bf16_is_found_below_the_tolerance_of_bf16(
     ranks: Ranks, way: str
 ) -> None:
-    holds, factor, text = ranks.run(2, accumulation_said, way)[0]
+    holds, factor, text = ranks.run(2, verify_accumulation, way)[0]
     assert holds == (not way), text
     assert factor == ("accumulated in bfloat16" if way else ""), text

@@ -1,4 +1,4 @@
-"""Moving averages on ranks: whole or in shards, on some ranks or all."""
+"""Moving averages on ranks: replicated or sharded, on some ranks or all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gloo
 DECAY = 0.99
 
 
-def judged(way: str, fault: str = "") -> dict[str, Any]:
-    """`way`: ddp, fsdp2 (an average in shards) or first (rank 0 alone keeps one); `fault`: rank (1
-    does not update its own)."""
+def verify_average(way: str, fault: str = "") -> dict[str, Any]:
+    """Return the verdict. `way`: ddp, fsdp2 (a sharded average) or first (only rank 0 keeps one);
+    `fault`: rank (rank 1 does not update its average)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -57,12 +57,12 @@ def judged(way: str, fault: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "first"])
 def test_a_sound_average_holds(ranks: Ranks, way: str) -> None:
-    verdict = ranks.run(2, judged, way)[0]
+    verdict = ranks.run(2, verify_average, way)[0]
     assert verdict["holds"], verdict["text"]
     assert "moving averages" in verdict["text"]
 
 
 def test_an_average_that_one_rank_does_not_update_is_named(ranks: Ranks) -> None:
-    text = ranks.run(2, judged, "ddp", "rank")[0]["text"]
+    text = ranks.run(2, verify_average, "ddp", "rank")[0]["text"]
     assert "root cause: moving average · axis ranks · differs by" in text
     assert "on rank 1" in text

@@ -1,4 +1,5 @@
-"""A buffer that differs after a step is explained: rounded, each rank's own, or the same on all."""
+"""A buffer that differs after a step is explained: by rounding, by local values per rank, or by an
+identical fault on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.gloo
 
 
 class Averaging(nn.Module):
-    """A linear layer, and the mean of all rows that it was ever given."""
+    """A linear layer with a running mean of all its input rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class Averaging(nn.Module):
         return self.out(x)
 
 
-def buffer_said(fault: str) -> tuple[bool, str, str, str]:
+def verify_buffer(fault: str) -> tuple[bool, str, str, str]:
     """Return whether the verdict holds, the factor, the certainty and the text."""
 
     def job(is_loop: bool) -> ptrain.Job:
@@ -75,7 +76,7 @@ def buffer_said(fault: str) -> tuple[bool, str, str, str]:
 def test_a_buffer_that_differs_is_explained(
     ranks: Ranks, fault: str, factor: str, certainty: str
 ) -> None:
-    told = ranks.run(2, buffer_said, fault)
+    told = ranks.run(2, verify_buffer, fault)
     assert told[0] == told[1]
     assert told[0][:3] == (not fault, factor, certainty), told[0][3]
     assert not fault or "buffers · " in told[0][3]

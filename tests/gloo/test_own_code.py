@@ -1,5 +1,5 @@
-"""A model beside its spec trains from any folder, of which nothing is imported; a model that is
-none ends in one message."""
+"""A model file next to its spec trains from any folder without importing other files of the folder;
+an invalid model ends with one message."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ENTRIES = ["ptrain.train", pytest.param("ptrain.verification", marks=pytest.mark
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    """In a folder with its model, and with a file that bears an installed module's name."""
+def user_spec(tmp_path: Path) -> Path:
+    """Return a spec in a folder with its model and a file named like an installed module."""
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "beside_the_spec.py").write_text("from tests.models_external import necks")
@@ -35,8 +35,8 @@ def spec(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def current(tmp_path: Path) -> Path:
-    """A folder with files that bear installed modules' names."""
+def shadowing_folder(tmp_path: Path) -> Path:
+    """Return a folder with files named like installed modules."""
     folder = tmp_path / "current"
     folder.mkdir()
     for name in ("numpy", "torch", "yaml"):
@@ -44,27 +44,31 @@ def current(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_beside_its_spec_trains_and_a_planted_numpy_runs_in_no_rank(spec, current):
-    code, job = jobs.run(["train", str(spec), "--allow-import"], cwd=current)
+def test_a_model_next_to_its_spec_trains_and_a_planted_numpy_runs_in_no_rank(
+    user_spec, shadowing_folder
+):
+    code, job = jobs.run_job(["train", str(user_spec), "--allow-import"], cwd=shadowing_folder)
     assert code == 0, job.error
     assert "step 1/1" in job.output
-    written = (current / "runs" / "latest" / "spec.resolved.yaml").read_text()
-    assert f"folder: {spec.parent}" in written
+    written = (shadowing_folder / "runs" / "latest" / "spec.resolved.yaml").read_text()
+    assert f"folder: {user_spec.parent}" in written
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(entry, current):
-    code, job = jobs.run(["no-such-spec"], cwd=current, module=entry)
+def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(
+    entry, shadowing_folder
+):
+    code, job = jobs.run_job(["no-such-spec"], cwd=shadowing_folder, module=entry)
     assert code == 2 and "there is no spec named 'no-such-spec'" in job.error
     assert "planted" not in job.error
 
 
 @pytest.mark.nightly
-def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(spec, tmp_path):
-    own = "model={target: tests.models_unfit:changed, arguments: {how: tuple}}"
-    code, job = jobs.run(["train", str(spec), own, "--allow-import"], cwd=tmp_path)
+def test_a_model_that_gives_a_tuple_is_rejected_once_and_leaves_no_run(user_spec, tmp_path):
+    own = "model={target: tests.models_invalid:changed, arguments: {how: tuple}}"
+    code, job = jobs.run_job(["train", str(user_spec), own, "--allow-import"], cwd=tmp_path)
     assert code == 2
-    assert "tests.models_unfit:changed, given tokens int64 [2, 16], gave tuple" in job.error
+    assert "tests.models_invalid:changed, given tokens int64 [2, 16], gave tuple" in job.error
     assert "Traceback" not in job.error and job.error.count("gave tuple") == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
@@ -84,10 +88,10 @@ def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(spec, tmp_
     ],
     ids=["loss", "data"],
 )
-def test_code_of_the_users_that_fails_is_refused_once_and_leaves_no_run(
-    spec, tmp_path, words, finding
+def test_code_of_the_users_that_fails_is_rejected_once_and_leaves_no_run(
+    user_spec, tmp_path, words, finding
 ):
-    code, job = jobs.run(["train", str(spec), *words, "--allow-import"], cwd=tmp_path)
+    code, job = jobs.run_job(["train", str(user_spec), *words, "--allow-import"], cwd=tmp_path)
     assert code == 2 and finding in job.error
     assert "Traceback" not in job.error and job.error.count(finding) == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

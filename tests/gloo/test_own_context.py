@@ -1,5 +1,5 @@
-"""Models that are not built in, on slices of the tokens over cp: transformers' and the user's. They
-compute what one device computes, and cost what is predicted to the byte."""
+"""User models and transformers models on token slices over cp compute the result of one device at
+exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.context_cases import HYBRID, VARIANTS, spec_of
+from tests.gloo.context_cases import HYBRID, VARIANTS, context_spec
 from tests.gloo.context_runs import MATRIX
-from tests.gloo.test_context import DATA, OPERATORS, STATES, some
+from tests.gloo.test_context import DATA, OPERATORS, STATES, nightly_except
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -42,35 +42,39 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def own_spec(attention: Any, model: str = "llama", **sections: Any) -> Spec:
-    """On cp 2; transformers' models where there is transformers."""
+def user_context_spec(attention: Any, model: str = "llama", **sections: Any) -> Spec:
+    """Return a spec on cp 2; transformers models require transformers."""
     whose = "hf" if "hf" in MODELS[model] else "own"
     if whose == "hf":
         pytest.importorskip("transformers")
-    return spec_of(attention, f"{whose}-{model}", own=MODELS[model], **sections)
+    return context_spec(attention, f"{whose}-{model}", own=MODELS[model], **sections)
 
 
 @pytest.mark.parametrize(
-    ("attention", "model"), some([*product(VARIANTS, MODELS)], {("zigzag", "qwen3")})
+    ("attention", "model"), nightly_except([*product(VARIANTS, MODELS)], {("zigzag", "qwen3")})
 )
-def test_alone_they_are_exact_and_equal_one_device(
+def test_user_models_over_cp_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(attention, model))
+    assert not MATRIX.differences(ranks, user_context_spec(attention, model))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["qwen2", "gpt2", "placed"])
 @pytest.mark.parametrize("attention", [*VARIANTS[:3], HYBRID], ids=str)
-def test_on_four_ranks(ranks: Ranks, attention: Any, model: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec(attention, model, degree=4))
+def test_user_models_over_cp_on_four_ranks_are_exact_and_equal_one_device(
+    ranks: Ranks, attention: Any, model: str
+) -> None:
+    assert not MATRIX.differences(ranks, user_context_spec(attention, model, degree=4))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("model", ["tied", "placed"])
-def test_states_cut_over_cp(ranks: Ranks, model: str, states: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec("zigzag", model, states=states))
+def test_user_models_with_states_sharded_over_cp_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, states: str
+) -> None:
+    assert not MATRIX.differences(ranks, user_context_spec("zigzag", model, states=states))
 
 
 @pytest.mark.nightly
@@ -79,10 +83,12 @@ def test_states_cut_over_cp(ranks: Ranks, model: str, states: str) -> None:
     ("attention", "model", "states"),
     [("zigzag", "qwen3", "S*,S,S"), ("ring", "gpt2", "R,R,R"), ("ulysses", "placed", "R,S,R")],
 )
-def test_with_data_ranks(
+def test_user_models_over_cp_with_data_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, states: str, data: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(attention, model, states=states, other=data))
+    assert not MATRIX.differences(
+        ranks, user_context_spec(attention, model, states=states, other=data)
+    )
 
 
 @pytest.mark.nightly
@@ -91,10 +97,10 @@ def test_with_data_ranks(
     ("attention", "model"),
     [("zigzag", "llama"), ("ring", "qwen3"), ("all-gather", "tied"), ("zigzag", "pairs")],
 )
-def test_with_operators_cut(
+def test_user_models_over_cp_with_tp_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, operators: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(attention, model, other=operators))
+    assert not MATRIX.differences(ranks, user_context_spec(attention, model, other=operators))
 
 
 @pytest.mark.nightly
@@ -102,8 +108,10 @@ def test_with_operators_cut(
 @pytest.mark.parametrize(
     ("attention", "model"), [("zigzag", "llama"), ("ring", "gpt2"), ("ulysses", "placed")]
 )
-def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) -> None:
-    spec = own_spec(
+def test_user_models_over_cp_with_pp_are_exact_and_equal_one_device(
+    ranks: Ranks, attention: str, model: str, schedule: str
+) -> None:
+    spec = user_context_spec(
         attention, model, other={"pp": "S,S,S,R"}, accumulate=4, pipeline={"schedule": schedule}
     )
     assert not MATRIX.differences(ranks, spec)
@@ -121,15 +129,17 @@ def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) ->
     ids=str,
 )
 @pytest.mark.parametrize(("attention", "model"), [("zigzag", "llama"), ("ulysses", "placed")])
-def test_with_activations_kept_otherwise(
+def test_user_models_over_cp_with_every_activation_mode_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(attention, model, **kept))
+    assert not MATRIX.differences(ranks, user_context_spec(attention, model, **kept))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["fp32", "bf16", "zero16"])
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: str) -> None:
-    spec = own_spec(attention, "tied", precision={"layout": layout})
+def test_user_models_over_cp_in_true_dtypes_are_exact(
+    ranks: Ranks, attention: str, layout: str
+) -> None:
+    spec = user_context_spec(attention, "tied", precision={"layout": layout})
     assert not MATRIX.differences(ranks, spec)

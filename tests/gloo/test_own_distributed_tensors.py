@@ -1,4 +1,4 @@
-"""Loops whose modules pass DTensors, beside a plain reference: each gets a verdict."""
+"""Loops whose modules return DTensors get a verdict against a plain reference."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Net(nn.Module):
         return self.head(self.down(torch.tanh(self.up(x_BTC))))
 
 
-class Summed(torch.autograd.Function):
-    """A sum over the ranks, of which each term has the gradient of the sum."""
+class DoubleSum(torch.autograd.Function):
+    """A sum over the ranks whose backward sums the gradients too."""
 
     @staticmethod
     def forward(_: Any, term: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ class Summed(torch.autograd.Function):
         return gradient
 
 
-class Shared(torch.autograd.Function):
-    """A tensor of which each rank uses a part: its gradient is summed over the ranks."""
+class SharedTensor(torch.autograd.Function):
+    """A replicated tensor of which each rank uses a part: its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Shared(torch.autograd.Function):
 
 
 def plan(is_sequence: bool) -> dict[str, Any]:
-    """Outputs are DTensors up to the head, in slices of the tokens if `is_sequence`."""
+    """Return a plan with DTensor outputs up to the head, as sequence shards if `is_sequence`."""
     if not is_sequence:
         head = ColwiseParallel(output_layouts=Replicate())
         return {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": head}
@@ -81,8 +81,9 @@ def plan(is_sequence: bool) -> dict[str, Any]:
     }
 
 
-def judged(fault: str = "", is_sequence: bool = False, is_distilled: bool = False) -> Any:
-    """`fault`: a module whose output is scaled, or a term of the loss that is summed wrongly."""
+def verify_loop(fault: str = "", is_sequence: bool = False, is_distilled: bool = False) -> Any:
+    """Return the verdict. `fault`: a module whose output is scaled, or a loss term with a wrong
+    sum."""
     rank, size = dist.get_rank(), dist.get_world_size()
     teacher = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
 
@@ -94,10 +95,10 @@ def judged(fault: str = "", is_sequence: bool = False, is_distilled: bool = Fals
         if not is_distilled:
             return loss
         is_cut = isinstance(model.head.weight, DTensor)
-        logits = Shared.apply(logits) if is_cut and fault != "part" else logits
+        logits = SharedTensor.apply(logits) if is_cut and fault != "part" else logits
         terms = -(teacher[inputs].softmax(-1) * logits.log_softmax(-1))
         if is_cut:  # each rank adds the terms of its part of the vocabulary
-            return loss + Summed.apply(terms.chunk(size, -1)[rank].sum(-1).mean())
+            return loss + DoubleSum.apply(terms.chunk(size, -1)[rank].sum(-1).mean())
         return loss + terms.sum(-1).mean()
 
     def job(is_cut: bool) -> ptrain.Job:
@@ -127,12 +128,12 @@ def judged(fault: str = "", is_sequence: bool = False, is_distilled: bool = Fals
 
 @pytest.mark.parametrize("is_sequence", [False, True])
 def test_a_loss_of_parts_whose_gradients_are_summed_holds(ranks: Ranks, is_sequence: bool) -> None:
-    assert ranks.run(2, judged, "", is_sequence, True)[0][0]
+    assert ranks.run(2, verify_loop, "", is_sequence, True)[0][0]
 
 
 def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_root_cause(ranks: Ranks) -> None:
-    """Forward is right: no module is said to return something else, nor to be ruled out."""
-    holds, root_cause = ranks.run(2, judged, "part", False, True)[0]
+    """The forward pass is right: no module is reported to return another output or ruled out."""
+    holds, root_cause = ranks.run(2, verify_loop, "part", False, True)[0]
     assert not holds
     assert "returns another output" not in root_cause and "plain module" not in root_cause
 
@@ -141,10 +142,8 @@ def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_root_cause(ranks: 
     ("fault", "is_sequence"),
     [("head", False), ("up", False), ("down", False), ("norm", True), ("up", True)],
 )
-def test_a_module_that_is_cut_and_wrong_is_located(
-    ranks: Ranks, fault: str, is_sequence: bool
-) -> None:
-    holds, root_cause = ranks.run(2, judged, fault, is_sequence)[0]
+def test_a_wrong_sharded_module_is_located(ranks: Ranks, fault: str, is_sequence: bool) -> None:
+    holds, root_cause = ranks.run(2, verify_loop, fault, is_sequence)[0]
     assert not holds
     assert f"{fault} returns another output than in the reference" in root_cause
     assert "located by trying" in root_cause

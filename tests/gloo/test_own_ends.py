@@ -1,4 +1,5 @@
-"""The ends of a language model: tied under either name, and a vocabulary that is padded."""
+"""The embedding and head of a language model: tied under either name, and with a padded
+vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WORDS, PADDED, WIDTH = 10, 13, 8
 
 
 class Writer(nn.Module):
-    """Embedding and head; the loop's may be registered in the other order, or have more rows."""
+    """A model of embedding and head; the loop may register them in the other order, or with more
+    rows."""
 
     def __init__(self, rows: int = WORDS, *, is_tied: bool = False, head_first: bool = False):
         super().__init__()
@@ -44,7 +46,7 @@ class Writer(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens))))[..., :WORDS]
 
 
-def looped(model: nn.Module, is_wrong: bool = False) -> ptrain.Job:
+def verify_loop(model: nn.Module, is_wrong: bool = False) -> ptrain.Job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(tokens: Tensor) -> Tensor:
@@ -65,30 +67,31 @@ def tokens() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_tied_ends_are_found_under_either_name(is_wrong: bool) -> None:
-    loop = looped(Writer(is_tied=True, head_first=True), is_wrong)
-    verdict = ptrain.verify(looped(Writer(is_tied=True)), loop, tokens())
+def test_tied_embeddings_are_found_under_either_name(is_wrong: bool) -> None:
+    loop = verify_loop(Writer(is_tied=True, head_first=True), is_wrong)
+    verdict = ptrain.verify(verify_loop(Writer(is_tied=True)), loop, tokens())
     assert verdict.holds == (not is_wrong), verdict
     assert not is_wrong or (verdict.root_cause and verdict.root_cause.place == "embed.weight")
 
 
-def test_ends_that_are_not_tied_in_the_loop_are_named() -> None:
-    verdict = ptrain.verify(looped(Writer(is_tied=True)), looped(Writer()), tokens())
+def test_embeddings_that_are_not_tied_in_the_loop_are_named() -> None:
+    verdict = ptrain.verify(verify_loop(Writer(is_tied=True)), verify_loop(Writer()), tokens())
     assert verdict.root_cause is not None
     assert (
         "head.weight: in the loop's model, but not in the reference" in verdict.root_cause.sentence
     )
 
 
-def padded_said(is_wrong: bool) -> tuple[bool, str, str]:
-    """Return of an FSDP2 loop with padded ends whether it holds, the place and the text."""
+def verify_padded_loop(is_wrong: bool) -> tuple[bool, str, str]:
+    """Verify an FSDP2 loop with a padded vocabulary; return whether it holds, the place and the
+    text."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Writer(PADDED)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     fully_shard(model, mesh=mesh)
     names = ("embed.weight", "head.weight", "head.bias")
     verdict = ptrain.verify(
-        looped(Writer()), looped(model, is_wrong), tokens(),
+        verify_loop(Writer()), verify_loop(model, is_wrong), tokens(),
         share=lambda batch: batch.chunk(size)[rank],
         terms=ptrain.Terms(padded=dict.fromkeys(names, PADDED)),
     )  # fmt: skip
@@ -98,12 +101,12 @@ def padded_said(is_wrong: bool) -> tuple[bool, str, str]:
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_rows_that_pad_a_vocabulary_are_not_compared(ranks: Ranks, is_wrong: bool) -> None:
-    holds, place, text = ranks.run(2, padded_said, is_wrong)[0]
+    holds, place, text = ranks.run(2, verify_padded_loop, is_wrong)[0]
     assert holds == (not is_wrong), text
     assert place == ("head.weight" if is_wrong else ""), text
 
 
-def test_a_padded_parameter_that_the_reference_lacks_is_refused() -> None:
+def test_a_padded_parameter_that_the_reference_lacks_is_rejected() -> None:
     terms = ptrain.Terms(padded={"embedding.weight": PADDED})
     with pytest.raises(PtrainError, match=r"Terms.padded: .* no parameter embedding.weight"):
-        ptrain.verify(looped(Writer()), looped(Writer()), tokens(), terms=terms)
+        ptrain.verify(verify_loop(Writer()), verify_loop(Writer()), tokens(), terms=terms)

@@ -1,4 +1,4 @@
-"""A user's own loop as an example: a script as somebody has it, and the few lines that judge it."""
+"""The example of a user's loop: a typical script and the few lines that verify it."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ print(ptrain.verify(job(plain), job(wrapped), batches, share=share))
 ROOT = Path(__file__).parents[2]
 
 
-def judged() -> str:
-    """The script with `plain` kept before it is wrapped, and the verdict for a loop."""
+def verified_script() -> str:
+    """Return the script that keeps `plain` before wrapping and verifies the loop."""
     head, _, _ = SCRIPT.partition("optimizer = torch.optim.AdamW(wrapped")
     head = head.replace("import torch, ", "import copy, ptrain, torch, ")
     return head.replace("wrapped = ", "plain = copy.deepcopy(model)\nwrapped = ") + JUDGED
 
 
 def test_a_verdict_takes_fewer_than_ten_changed_lines() -> None:
-    """TTrace's own figure (arXiv 2506.09280)."""
-    difference = difflib.ndiff(SCRIPT.splitlines(), judged().splitlines())
+    """The figure that TTrace reports (arXiv 2506.09280)."""
+    difference = difflib.ndiff(SCRIPT.splitlines(), verified_script().splitlines())
     written = [line for line in difference if line.startswith("+ ") and line.strip() != "+"]
     assert len(written) < 10
 
@@ -62,7 +62,7 @@ def test_a_verdict_takes_fewer_than_ten_changed_lines() -> None:
 @pytest.mark.nightly
 def test_the_script_prints_that_it_holds(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(judged())
+    script.write_text(verified_script())
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(script)],

@@ -1,5 +1,5 @@
-"""Somebody's own loop, whatever wraps the model: it holds where it is sound, and a fault in it is
-named with state, axis and factor."""
+"""A user's loop with any wrapper: it holds if it is correct; a fault is named with state, axis and
+factor."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ nightly = pytest.mark.nightly
         pytest.param(2, "fsdp2", marks=nightly),
         pytest.param(2, "fsdp1", marks=nightly),
         pytest.param(2, "fsdp1_flat", marks=nightly),
-        pytest.param(2, "tp", marks=nightly),
-        pytest.param(2, "tp_sp", marks=nightly),
-        pytest.param(2, "by_hand", marks=nightly),
+        pytest.param(2, "tensor_parallel", marks=nightly),
+        pytest.param(2, "tensor_and_sequence_parallel", marks=nightly),
+        pytest.param(2, "unwrapped", marks=nightly),
         pytest.param(4, "fsdp2", marks=nightly),
         (4, "fsdp2_tp"),
         pytest.param(4, "hsdp", marks=nightly),
     ],
 )
 def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
-    told = ranks.run(size, own_loops.told, way)
+    told = ranks.run(size, own_loops.summarize_verdict, way)
     assert told[0]["holds"], told[0]["text"]
     assert all(verdict["text"] == told[0]["text"] for verdict in told)
 
@@ -44,16 +44,17 @@ def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
 @nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("size", "way"), [(2, "ddp"), (2, "fsdp2"), (2, "tp_sp"), (4, "fsdp2_tp"), (4, "hsdp")]
+    ("size", "way"),
+    [(2, "ddp"), (2, "fsdp2"), (2, "tensor_and_sequence_parallel"), (4, "fsdp2_tp"), (4, "hsdp")],
 )
 def test_a_sound_loop_holds_in_coarser_dtypes(
     ranks: Ranks, size: int, way: str, dtype: torch.dtype
 ) -> None:
-    told = ranks.run(size, own_loops.told, way, "", dtype)
+    told = ranks.run(size, own_loops.summarize_verdict, way, "", dtype)
     assert told[0]["holds"], told[0]["text"]
 
 
-# What is named: state, axis, the factor, and the place or a part of it.
+# Expected: state, axis, factor, and the place or a part of it.
 NAMED = {
     ("ddp", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),
     ("fsdp2", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),
@@ -64,14 +65,14 @@ NAMED = {
     ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
     ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
     ("fsdp2", "last micro-batch only"): ("gradients", "", "micro-batch 0 missing", ""),
-    ("by_hand", "never zeroed"): ("gradients", "", "previous step added", ""),
+    ("unwrapped", "never zeroed"): ("gradients", "", "previous step added", ""),
     ("ddp", "not divided by K"): ("loss", "", "× 2 (micro-batches)", ""),
     ("ddp", "two updates"): ("step counter", "", "2 updates, 1 in the reference", ""),
     ("fsdp2", "head left out"): ("parameters", "", "not updated", "head.weight"),
     ("fsdp2", "other rate"): ("learning rate", "", "× 2", ""),
     ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce over all ranks", ""),
     ("ddp", "drift"): ("parameters", "ranks", "replicas differ", "embed.weight"),
-    ("by_hand", "other weights"): (
+    ("unwrapped", "other weights"): (
         "parameters", "ranks", "other weights at the start", "head.weight",
     ),
     ("ddp", "doubled sample"): ("batch", "ranks", "missing and doubled", "samples"),
@@ -93,7 +94,7 @@ BY_DEFAULT = {("fsdp2", "local clip"), ("ddp", "doubled sample")}
 )
 def test_a_fault_in_the_loop_is_named(ranks: Ranks, way: str, fault: str) -> None:
     size = 4 if way in ("fsdp2_tp", "hsdp") else 2
-    told = ranks.run(size, own_loops.told, way, fault)
+    told = ranks.run(size, own_loops.summarize_verdict, way, fault)
     assert all(verdict["text"] == told[0]["text"] for verdict in told)
     root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[way, fault]
@@ -108,8 +109,8 @@ def test_every_fault_has_a_test() -> None:
 
 
 @nightly
-def test_a_loop_in_another_dtype_is_told(ranks: Ranks) -> None:
-    told = ranks.run(2, own_loops.told, "ddp", "autocast", torch.float32)
+def test_a_loop_in_another_dtype_is_named(ranks: Ranks) -> None:
+    told = ranks.run(2, own_loops.summarize_verdict, "ddp", "autocast", torch.float32)
     assert told[0]["culprit"]["factor"].startswith("bfloat16 for")
 
 
@@ -141,22 +142,22 @@ def _line(*, rate: float = 1e-2, factor: float = 1.0, p: float = 0.0) -> ptrain.
 ROWS = [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) / 8]
 
 
-def test_one_process_without_a_group_is_judged_too() -> None:
+def test_one_process_without_a_group_gets_a_verdict() -> None:
     verdict = ptrain.verify(_line, _line, ROWS, terms=ptrain.Terms(steps=3))
     assert verdict.holds, verdict
     assert "the same twice" in str(verdict)
     verdict.raise_for_verdict()
 
 
-def test_a_factor_in_one_process_is_told() -> None:
+def test_a_factor_in_one_process_is_named() -> None:
     verdict = ptrain.verify(_line(), _line(factor=3.0), ROWS)
     assert not verdict.holds
     with pytest.raises(MismatchFound, match="× 3"):
         verdict.raise_for_verdict()
 
 
-def test_two_dead_runs_do_not_hold() -> None:
-    """They agree perfectly."""
+def test_two_runs_without_learning_do_not_hold() -> None:
+    """Their values agree exactly."""
     verdict = ptrain.verify(_line(rate=0.0), _line(rate=0.0), ROWS)
     assert verdict.root_cause is None
     failing = [check.name for check in verdict.checks if not check.holds]
@@ -172,13 +173,13 @@ def test_zero_gradients_on_both_sides_do_not_hold() -> None:
     assert "every gradient is zero" in str(verdict)
 
 
-def test_a_reference_that_is_not_finite_is_told_as_such() -> None:
+def test_a_non_finite_reference_is_reported() -> None:
     verdict = ptrain.verify(_line(factor=1e400), _line(factor=1e400), ROWS)
     assert verdict.root_cause is not None
     assert verdict.root_cause.factor == "the reference is not finite"
 
 
-def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
+def test_a_nondeterministic_loop_is_reported() -> None:
     made: list[ptrain.Job] = []
 
     def drawn() -> ptrain.Job:
@@ -197,19 +198,19 @@ def test_dropout_on_one_side_alone_is_named() -> None:
     assert root_cause.certainty == "proven by trying"
 
 
-def test_what_is_no_job_is_refused() -> None:
+def test_an_invalid_job_is_rejected() -> None:
     with pytest.raises(PtrainError, match=r"ptrain.Job is needed"):
         ptrain.verify(_line(), lambda: None, ROWS)
 
 
-def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
+def test_no_batch_and_a_wrong_number_of_shares_are_rejected() -> None:
     with pytest.raises(PtrainError, match="no batch"):
         ptrain.verify(_line(), _line(), [])
     with pytest.raises(PtrainError, match="1 global batches, but 2 shares"):
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
 
 
-def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_type_of_a_mapping() -> None:
+def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_mapping_type() -> None:
     batch = {"rows": torch.arange(6), "pair": [torch.arange(3), "name"]}
     share = ptrain.share_of(UserDict(batch), 2, 3)
     assert type(share) is UserDict
@@ -217,7 +218,7 @@ def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_type_of_a_mappin
     assert [share["pair"][0].tolist(), share["pair"][1]] == [[2], "name"]
 
 
-def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
+def test_samples_that_do_not_divide_evenly_are_rejected_with_a_fix() -> None:
     with pytest.raises(PtrainError, match=r"7 samples .* over 3 ranks\n  remedy: .* multiple of 3"):
         ptrain.share_of(torch.arange(7), 0, 3)
 
@@ -231,13 +232,13 @@ def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
         ({"loss": "average"}, "Terms.loss: 'average' is not a way to combine losses"),
     ],
 )
-def test_terms_that_are_none_are_refused_with_a_remedy(terms: dict, message: str) -> None:
+def test_invalid_terms_are_rejected_with_a_fix(terms: dict, message: str) -> None:
     with pytest.raises(PtrainError, match=f"{message}.*\n  remedy: "):
         ptrain.Terms(**terms)
 
 
 @pytest.mark.parametrize("odd", [{"loss": 1.0}, (1.0, 2.0), "0.5", torch.ones(3)])
-def test_what_is_no_loss_is_a_note_and_the_rest_is_compared(odd: object) -> None:
+def test_an_invalid_loss_is_noted_and_other_values_are_compared(odd: object) -> None:
     own = _line()
 
     def step(rows: torch.Tensor) -> object:
@@ -250,13 +251,13 @@ def test_what_is_no_loss_is_a_note_and_the_rest_is_compared(odd: object) -> None
     assert "gradients" in [check.name for check in verdict.checks]
 
 
-def test_a_function_of_losses_that_returns_none_is_refused_with_a_remedy() -> None:
+def test_a_function_of_losses_that_returns_none_is_rejected_with_a_fix() -> None:
     terms = ptrain.Terms(loss=lambda losses: list(losses))  # type: ignore[arg-type,return-value]
     with pytest.raises(PtrainError, match=r"Terms.loss returned \[.*\n  remedy: "):
         ptrain.verify(_line(), _line(), ROWS, terms=terms)
 
 
-def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_remedy() -> None:
+def test_a_reference_without_trained_or_known_parameters_is_rejected_with_a_fix() -> None:
     frozen = _line()
     frozen.model.requires_grad_(False)
     with pytest.raises(PtrainError, match="requires a gradient\n  remedy: "):
@@ -284,5 +285,5 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
     ],
 )
 def test_faults_are_named_in_bf16_too(ranks: Ranks, way: str, fault: str, factor: str) -> None:
-    told = ranks.run(2, own_loops.told, way, fault, torch.bfloat16)
+    told = ranks.run(2, own_loops.summarize_verdict, way, fault, torch.bfloat16)
     assert told[0]["culprit"]["factor"] == factor, told[0]["text"]

@@ -1,5 +1,5 @@
-"""Models that are not built in, cut into stages by their own plans, alone and within the other
-axes. They compute what one device computes, and cost what is predicted to the byte."""
+"""User models split into stages by their plans, alone and within other axes, compute the result of
+one device at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.pipeline_cases import DATA, spec_of
+from tests.gloo.pipeline_cases import DATA, pipeline_spec
 from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -70,14 +70,14 @@ REPLICATED = {"pp": 2, "dp_replicate": 2}
 CUT = {"pp": 2, "tp": 2}
 
 
-def own_spec(
+def user_pipeline_spec(
     model: str, mesh: dict[str, int], schedule: str = "1f1b", data: str = "zero3", **sections: Any
 ) -> Spec:
     whose = "hf" if "hf" in MODELS[model] else "own"
     if whose == "hf":
         pytest.importorskip("transformers")
     name = f"{whose}-{model}-{schedule}"
-    return spec_of(
+    return pipeline_spec(
         schedule=schedule, mesh=mesh, data=data, own=MODELS[model], name=name, **sections
     )
 
@@ -94,7 +94,7 @@ def own_spec(
 def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, mesh: dict[str, int]
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, mesh))
+    assert not MATRIX.differences(ranks, user_pipeline_spec(model, mesh))
 
 
 @pytest.mark.nightly
@@ -108,23 +108,23 @@ def test_stages_are_exact_and_equal_one_device(
     ],
     ids=str,
 )
-def test_every_model_on_every_mesh(ranks: Ranks, model: str, mesh: dict[str, int]) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, mesh))
+def test_every_user_model_on_every_mesh_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, mesh: dict[str, int]
+) -> None:
+    assert not MATRIX.differences(ranks, user_pipeline_spec(model, mesh))
 
 
 @pytest.mark.nightly
-def test_buffers_that_a_forward_pass_writes_are_its_stages_own(ranks: Ranks) -> None:
+def test_buffers_written_in_forward_belong_to_their_stage(ranks: Ranks) -> None:
     # alone: data ranks would each write what their samples give
-    assert not MATRIX.differences(ranks, own_spec("statistics", ALONE))
+    assert not MATRIX.differences(ranks, user_pipeline_spec("statistics", ALONE))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", DATA[:-1])
 @pytest.mark.parametrize("model", ["tied", "tied-pairs"])
-def test_shared_gradients_are_summed_whatever_a_rank_has_of_them(
-    ranks: Ranks, model: str, data: str
-) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, SHARDED, data=data))
+def test_shared_gradients_are_summed_for_every_shard(ranks: Ranks, model: str, data: str) -> None:
+    assert not MATRIX.differences(ranks, user_pipeline_spec(model, SHARDED, data=data))
 
 
 @pytest.mark.nightly
@@ -132,20 +132,24 @@ def test_shared_gradients_are_summed_whatever_a_rank_has_of_them(
     "schedule", ["naive", "gpipe", "bfs", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 )
 @pytest.mark.parametrize("model", ["qwen2", "tied", "gpt2", "gemma3", "written", "unlike"])
-def test_every_order_of_micro_batches(ranks: Ranks, model: str, schedule: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, ALONE, schedule))
+def test_every_schedule_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, schedule: str
+) -> None:
+    assert not MATRIX.differences(ranks, user_pipeline_spec(model, ALONE, schedule))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["zero16", "fsdp-mixed"])
-def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str) -> None:
+def test_user_models_over_pp_in_true_dtypes_are_exact(ranks: Ranks, layout: str) -> None:
     data = "fsdp-mixed" if layout == "fsdp-mixed" else "zero3"
     assert not MATRIX.differences(
-        ranks, own_spec("tied", SHARDED, data=data, precision={"layout": layout})
+        ranks, user_pipeline_spec("tied", SHARDED, data=data, precision={"layout": layout})
     )
 
 
 @pytest.mark.nightly
 def test_stages_may_be_listed_and_balanced_by_time(ranks: Ranks) -> None:
     for split in ([1, 3], "time"):
-        assert not MATRIX.differences(ranks, own_spec("tied", ALONE, pipeline={"split": split}))
+        assert not MATRIX.differences(
+            ranks, user_pipeline_spec("tied", ALONE, pipeline={"split": split})
+        )

@@ -1,4 +1,4 @@
-"""A rank that raises in a step ends the verdict of the others, which wait for it, too."""
+"""A rank that raises in a step ends the verification on the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.ranks import RankError, Ranks
 pytestmark = pytest.mark.gloo
 
 
-def raising() -> None:
-    """Rank 1 raises in its second step and ends; rank 0 waits for it."""
+def raise_on_rank_1() -> None:
+    """Raise in the second step of rank 1 while rank 0 waits for it."""
     rank = dist.get_rank()
 
     def job(is_loop: bool) -> ptrain.Job:
@@ -46,6 +46,6 @@ def raising() -> None:
 
 def test_a_rank_that_raises_is_named_on_the_ranks_that_wait_for_it(ranks: Ranks) -> None:
     with pytest.raises(RankError) as raised:
-        ranks.run(2, raising, timeout=30.0)
+        ranks.run(2, raise_on_rank_1, timeout=30.0)
     causes = raised.value.causes
     assert "verify: rank 1 raised ValueError: no such sample" in causes[0]

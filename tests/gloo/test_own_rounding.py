@@ -1,4 +1,4 @@
-"""A rounding to float16 is told from a recomputation that is given another input."""
+"""Rounding to float16 is distinguished from a recomputation with another input."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 
-class Recomputed(torch.autograd.Function):
-    """A layer whose backward runs it again, on `kept` in the place of its input."""
+class RecomputedLayer(torch.autograd.Function):
+    """A layer whose backward reruns it with `kept` as its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Layer(nn.Linear):
     kept = staticmethod(lambda x: x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Recomputed.apply(x, self.kept(x.detach()), self.weight, self.bias)
+        return RecomputedLayer.apply(x, self.kept(x.detach()), self.weight, self.bias)
 
 
 KEPT = {
@@ -46,7 +46,7 @@ KEPT = {
 }
 
 
-def rounding_said(fault: str) -> tuple[str, str, str]:
+def verify_rounding(fault: str) -> tuple[str, str, str]:
     """Return the factor and the certainty of the root cause, and the text."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -84,10 +84,10 @@ def rounding_said(fault: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("fault", ["gradients rounded", "means rounded", *KEPT])
-def test_a_rounding_is_told_from_another_input_of_the_recomputation(
+def test_rounding_is_distinguished_from_another_input_of_the_recomputation(
     ranks: Ranks, fault: str
 ) -> None:
-    factor, certainty, text = ranks.run(2, rounding_said, fault)[0]
+    factor, certainty, text = ranks.run(2, verify_rounding, fault)[0]
     assert (factor == "rounded to float16") == (fault == "means rounded"), text
     # addends that were rounded before their sum are no numbers of a dtype any more: nothing is said
     expected = Certainty.FITS if fault == "means rounded" else Certainty.UNEXPLAINED

@@ -1,5 +1,5 @@
-"""Models that are not built in, on tp and within data ranks: transformers' by their own plans, the
-user's by theirs. They compute what one device computes, and cost what is predicted to the byte."""
+"""User models and transformers models on tp and within data ranks, by their plans, compute the
+result of one device at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import DATA, spec_of
+from tests.gloo.tensor_cases import DATA, tensor_spec
 from tests.gloo.tensor_runs import MATRIX
 from tests.models_external import PAIRS_PLAN
 from tests.ranks import Ranks
@@ -40,15 +40,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
-    """On tp 2, within 2 data ranks where a placement of theirs is named."""
+def user_tensor_spec(model: str, data: str = "", **sections: Any) -> Spec:
+    """Return a spec on tp 2, within 2 data ranks if a data placement is given."""
     whose = "hf" if "hf" in MODELS[model] else "own"
     if whose == "hf":
         pytest.importorskip("transformers")
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
     placed = {axis: data} if data else None
     name = f"{whose}-{model}"
-    return spec_of(data=placed, own=MODELS[model], name=name, **sections)
+    return tensor_spec(data=placed, own=MODELS[model], name=name, **sections)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
 def test_a_model_of_transformers_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, data: str
 ) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, data))
+    assert not MATRIX.differences(ranks, user_tensor_spec(model, data))
 
 
 @pytest.mark.parametrize("data", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
-def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec("tied", data, degree=1))
+def test_a_model_with_a_tp_plan_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
+    assert not MATRIX.differences(ranks, user_tensor_spec("tied", data, degree=1))
 
 
 @pytest.mark.nightly
@@ -76,32 +76,36 @@ def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     ("layout", "data"),
     [("fsdp-mixed", "fsdp-mixed"), ("zero16", "zero3"), ("fp16", "zero2")],
 )
-def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec("tied", data, precision={"layout": layout}))
+def test_user_models_over_tp_in_true_dtypes_are_exact(ranks: Ranks, layout: str, data: str) -> None:
+    assert not MATRIX.differences(
+        ranks, user_tensor_spec("tied", data, precision={"layout": layout})
+    )
 
 
 @pytest.mark.nightly
-def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
-    assert not MATRIX.differences(ranks, own_spec("pairs"))
+def test_the_plan_of_a_user_function_is_exact_and_equals_one_device(ranks: Ranks) -> None:
+    assert not MATRIX.differences(ranks, user_tensor_spec("pairs"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["ours-gpt", "ours-llama"])
 def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model))
+    assert not MATRIX.differences(ranks, user_tensor_spec(model))
 
 
 @pytest.mark.nightly
 def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     plan = PAIRS_PLAN | {"table": "vocabulary"}
-    assert not MATRIX.differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))
+    assert not MATRIX.differences(
+        ranks, user_tensor_spec("unplanned", "zero1", tensor={"plan": plan})
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", ["", *DATA])
 @pytest.mark.parametrize("model", ["tied", "qwen2", "qwen3", "tied-pairs"])
 def test_more_models_within_data_ranks(ranks: Ranks, model: str, data: str) -> None:
-    assert not MATRIX.differences(ranks, own_spec(model, data))
+    assert not MATRIX.differences(ranks, user_tensor_spec(model, data))
 
 
 @pytest.mark.nightly
@@ -110,4 +114,4 @@ def test_more_models_within_data_ranks(ranks: Ranks, model: str, data: str) -> N
 def test_logits_may_be_whole(ranks: Ranks, head: bool, loss_parallel: bool) -> None:
     plan = {name: word for name, word in PAIRS_PLAN.items() if head or word != "head"}
     tensor = {"plan": plan, "loss_parallel": loss_parallel}
-    assert not MATRIX.differences(ranks, own_spec("unplanned", tensor=tensor))
+    assert not MATRIX.differences(ranks, user_tensor_spec("unplanned", tensor=tensor))

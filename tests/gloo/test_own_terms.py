@@ -1,4 +1,4 @@
-"""Terms of a loss, and collectives that are not waited for: each is told by undoing it alone."""
+"""A missing loss term, and a collective without a wait, are each confirmed by undoing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gloo
 
 
 class Mixture(nn.Module):
-    """Four experts, with the two usual terms of a router beside the output."""
+    """A layer of four experts that returns the two usual router losses with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def loss_of(fault: str) -> Any:
     return loss
 
 
-def termed(fault: str) -> dict[str, Any]:
+def verify_terms(fault: str) -> dict[str, Any]:
     def loop() -> ptrain.Job:
         model = Mixture()
         return looped(model, loss=loss_of(fault), before_update=lambda: average(model.parameters()))
@@ -67,17 +67,17 @@ def termed(fault: str) -> dict[str, Any]:
     ],
 )
 def test_a_term_of_the_loss_is_named(ranks: Ranks, fault: str, said: str) -> None:
-    text = ranks.run(2, termed, fault)[0]["text"]
+    text = ranks.run(2, verify_terms, fault)[0]["text"]
     assert said in text
     assert "proven by trying: with the weight that it has in the reference" in text
 
 
 def test_a_loss_of_several_terms_holds(ranks: Ranks) -> None:
-    verdict = ranks.run(2, termed, "")[0]
+    verdict = ranks.run(2, verify_terms, "")[0]
     assert verdict["holds"], verdict["text"]
 
 
-def waiting(waits: bool) -> dict[str, Any]:
+def verify_waiting(waits: bool) -> dict[str, Any]:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(9, 2000), nn.GELU(), nn.Linear(2000, 500), nn.Linear(500, 1))
@@ -103,20 +103,20 @@ def waiting(waits: bool) -> dict[str, Any]:
     return {"holds": verdict.holds, "text": str(verdict)}
 
 
-def test_a_collective_that_is_not_waited_for_is_proven(ranks: Ranks) -> None:
-    text = ranks.run(2, waiting, False)[0]["text"]
+def test_a_collective_without_a_wait_is_proven(ranks: Ranks) -> None:
+    text = ranks.run(2, verify_waiting, False)[0]["text"]
     assert "gradients · collective not waited for" in text
     assert "with every collective waited for where it starts" in text
 
 
-def test_a_collective_that_is_waited_for_holds(ranks: Ranks) -> None:
-    verdict = ranks.run(2, waiting, True)[0]
+def test_a_collective_with_a_wait_holds(ranks: Ranks) -> None:
+    verdict = ranks.run(2, verify_waiting, True)[0]
     assert verdict["holds"], verdict["text"]
 
 
-def in_other_orders() -> dict[str, Any]:
-    """Rank 1 starts the collectives of two groups in the other order than rank 0; `wrong`: one
-    gradient counts twice."""
+def verify_reordered_collectives() -> dict[str, Any]:
+    """Return the verdict of a loop in which rank 1 starts the collectives of two groups in the
+    other order than rank 0; `wrong`: one gradient counts twice."""
 
     def job(is_loop: bool) -> ptrain.Job:
         torch.manual_seed(0)
@@ -143,8 +143,8 @@ def in_other_orders() -> dict[str, Any]:
     return {"holds": verdict.holds, "text": str(verdict)}
 
 
-def test_collectives_that_ranks_start_in_other_orders_are_not_waited_for(ranks: Ranks) -> None:
-    text = ranks.run(2, in_other_orders, timeout=60)[0]["text"]
+def test_the_diagnosis_does_not_hang_if_ranks_reorder_collectives(ranks: Ranks) -> None:
+    text = ranks.run(2, verify_reordered_collectives, timeout=60)[0]["text"]
     assert "waiting for every collective where it starts was not tried" in text
 
 
@@ -160,7 +160,7 @@ class TwoOutputs(nn.Module):
         return self.used(x), self.unused(x)
 
 
-def with_unused_output() -> dict[str, Any]:
+def verify_unused_output() -> dict[str, Any]:
     def job(model: nn.Module) -> ptrain.Job:
         return looped(model, loss=lambda called, rows: called(rows[:, :8])[0].square().mean())
 
@@ -174,5 +174,5 @@ def with_unused_output() -> dict[str, Any]:
 
 
 def test_an_output_that_ddp_gives_no_gradient_is_no_error(ranks: Ranks) -> None:
-    verdict = ranks.run(2, with_unused_output)[0]
+    verdict = ranks.run(2, verify_unused_output)[0]
     assert verdict["holds"], verdict["text"]

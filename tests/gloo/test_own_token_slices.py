@@ -1,4 +1,4 @@
-"""Hand-cut slices of the tokens: what is wrong of them is named, and tried."""
+"""Hand-written token slices: faults are named and confirmed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gloo
 IGNORED = -100
 
 
-def named(case: str) -> dict[str, Any]:
+def root_cause_of(case: str) -> dict[str, Any]:
     verdict = getattr(context, case)(True)
     return {"text": str(verdict)}
 
@@ -43,17 +43,17 @@ def named(case: str) -> dict[str, Any]:
         ("labels_shifted_within_a_slice", "differs by"),
     ],
 )
-def test_a_fault_of_a_slice_is_named_and_tried(ranks: Ranks, case: str, said: str) -> None:
-    text = ranks.run(2, named, case)[0]["text"]
+def test_a_fault_of_a_slice_is_named_and_confirmed(ranks: Ranks, case: str, said: str) -> None:
+    text = ranks.run(2, root_cause_of, case)[0]["text"]
     assert f"axis cp · {said}" in text
     certainty = "proven" if said.startswith("positions") else "located"
     assert f"{certainty} by trying" in text
 
 
-def ignoring(fault: str) -> dict[str, Any]:
-    """Labels of some tokens do not count, most of them in the first slice; `fault`: `means` divides
-    by a slice's own count, `lost` has no label for the last token of a slice, `weights` counts the
-    first slice for more."""
+def verify_ignored_labels(fault: str) -> dict[str, Any]:
+    """Return the verdict with ignored labels, most of them in the first slice; `fault`: `means`
+    divides by the local count, `lost` drops the label of a slice's last token, `weights` counts the
+    first slice more."""
     left_out = torch.zeros(4, 8, dtype=torch.bool)
     left_out[:, :3] = True
 
@@ -91,20 +91,20 @@ def ignoring(fault: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", ["means", "lost", "weights"])
-def test_a_loss_that_asks_something_else_of_slices_is_located(ranks: Ranks, fault: str) -> None:
-    text = ranks.run(2, ignoring, fault)[0]["text"]
+def test_a_different_loss_on_slices_is_located(ranks: Ranks, fault: str) -> None:
+    text = ranks.run(2, verify_ignored_labels, fault)[0]["text"]
     assert "the gradient of the loss by that output differs (over cp)" in text
     assert "possible causes: other labels, masks or weights of the loss" in text
     assert "located by trying" in text
 
 
-def test_slices_with_labels_that_do_not_count_hold(ranks: Ranks) -> None:
-    verdict = ranks.run(2, ignoring, "")[0]
+def test_slices_with_ignored_labels_hold(ranks: Ranks) -> None:
+    verdict = ranks.run(2, verify_ignored_labels, "")[0]
     assert verdict["holds"], verdict["text"]
 
 
 class Attending(TokenWriter):
-    """A writer with torch's attention, whose keys `order` brings into the whole sample's order."""
+    """A model with torch's attention, whose keys `order` sorts by position in the full sample."""
 
     def __init__(self, mask: str = "") -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class Attending(TokenWriter):
         return self.head(x + self.mlp(x))
 
 
-def attending(mask: str) -> dict[str, Any]:
-    """Slices in two chunks a rank, an early and a late one (zigzag), cut by hand; `mask`: what is
-    wrong with what a token attends to."""
+def verify_zigzag(mask: str) -> dict[str, Any]:
+    """Return the verdict of hand-written zigzag slices (one early and one late chunk per rank);
+    `mask` is the fault of the attention mask."""
 
     def built(**options: Any) -> Attending:
         torch.manual_seed(0)
@@ -167,16 +167,16 @@ def attending(mask: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mask", ["none", "local index", "own keys"])
 def test_wrong_attention_is_found_between_the_modules_around_it(ranks: Ranks, mask: str) -> None:
-    text = ranks.run(2, attending, mask)[0]["text"]
+    text = ranks.run(2, verify_zigzag, mask)[0]["text"]
     assert "between qkv and proj. In attention these are the mask" in text
     assert "with the reference's input of proj and the reference's gradient" in text
 
 
-def test_zigzag_slices_cut_by_hand_hold(ranks: Ranks) -> None:
-    verdict = ranks.run(2, attending, "")[0]
+def test_hand_written_zigzag_slices_hold(ranks: Ranks) -> None:
+    verdict = ranks.run(2, verify_zigzag, "")[0]
     assert verdict["holds"], verdict["text"]
 
 
-def test_of_zigzag_slices_neither_labels_nor_places_are_accused(ranks: Ranks) -> None:
-    text = ranks.run(2, attending, "norm not reduced")[0]["text"]
+def test_labels_and_positions_of_zigzag_slices_are_not_blamed(ranks: Ranks) -> None:
+    text = ranks.run(2, verify_zigzag, "norm not reduced")[0]["text"]
     assert "missing all-reduce over cp" in text and "norm" in text

@@ -1,4 +1,4 @@
-"""Ranks that read other samples than the global batch, which does not divide among them."""
+"""Ranks with an uneven share of a global batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 
-def missing_sample_said() -> tuple[str, Certainty, str]:
-    """Verify a loop whose ranks leave one sample out, and run a collective for each sample."""
+def verify_missing_sample() -> tuple[str, Certainty, str]:
+    """Verify a loop whose ranks skip one sample and run a collective per sample."""
     rank = dist.get_rank()
 
     def job(is_loop: bool) -> ptrain.Job:
@@ -49,6 +49,6 @@ def missing_sample_said() -> tuple[str, Certainty, str]:
 
 def test_a_share_that_would_be_uneven_is_not_run(ranks: Ranks) -> None:
     """With 3 samples on one rank and 2 on the other the step would never end."""
-    factor, certainty, tried = ranks.run(2, missing_sample_said)[0]
+    factor, certainty, tried = ranks.run(2, verify_missing_sample)[0]
     assert (factor, certainty) == ("missing", Certainty.PROVEN)
     assert "with all of the global batch on each rank" in tried

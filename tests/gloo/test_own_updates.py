@@ -1,5 +1,5 @@
-"""Faults of the update in somebody's own loop: each gets a sentence that was proven by repeating
-the update with one device's ingredients, in the first step and late."""
+"""Faults of the update in a user's loop: each is named and proven by repeating the update with the
+reference's inputs, in the first step and late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-# What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
+# Expected: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and the replay.
 ALL, ONE = [0, 1], [1]
 NAMED = {
     "resumed": (
@@ -63,12 +63,12 @@ AXES = {"ddp": "ranks", "fsdp2": "dp"}
 SOUND = ("sound", "sound clipped", "sound masters")
 
 
-def test_every_fault_has_a_sentence() -> None:
+def test_every_fault_has_a_message() -> None:
     assert {*NAMED, *SOUND} == set(update_faults.CASES)
 
 
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def test_each_fault_of_the_update_has_its_proven_sentence(ranks: Ranks, way: str) -> None:
+def test_each_fault_of_the_update_has_its_proven_message(ranks: Ranks, way: str) -> None:
     everyones = ranks.run(2, update_faults.verdicts, way, tuple(NAMED))
     assert everyones[0] == everyones[1], "the ranks tell the same"
     wrong = {}
@@ -87,13 +87,13 @@ def test_each_fault_of_the_update_has_its_proven_sentence(ranks: Ranks, way: str
 
 
 @pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
-def test_sound_groups_clipping_and_masters_accuse_nobody(ranks: Ranks, way: str) -> None:
+def test_correct_groups_clipping_and_masters_report_no_cause(ranks: Ranks, way: str) -> None:
     verdicts = ranks.run(2, update_faults.verdicts, way, SOUND)[0]
     assert [verdicts[name]["culprit"] for name in SOUND] == [None, None, None]
     assert verdicts["sound"]["holds"], verdicts["sound"]["text"]
 
 
-def test_a_norm_that_counts_copies_twice_is_told_with_the_axis(ranks: Ranks) -> None:
+def test_a_norm_that_counts_copies_twice_is_named_with_the_axis(ranks: Ranks) -> None:
     root_cause = ranks.run(2, update_faults.verdicts, "ddp", ("clip by copies",))[0][
         "clip by copies"
     ]["culprit"]
@@ -112,8 +112,8 @@ def test_an_update_that_another_rank_makes_is_repeated_there(ranks: Ranks) -> No
 
 
 @pytest.mark.nightly
-def test_a_rule_that_a_shard_does_not_tell_is_not_explained(ranks: Ranks) -> None:
-    """On whole tensors it is; on shards what differs is told, and accused of nothing."""
+def test_an_update_that_a_shard_does_not_determine_is_not_explained(ranks: Ranks) -> None:
+    """On full tensors it is; on shards the difference is reported without a cause."""
     names = ("by norm", "by norm of another rate")
     sharded, replicated = (
         ranks.run(2, update_faults.verdicts, way, names)[0] for way in ("fsdp2", "ddp")

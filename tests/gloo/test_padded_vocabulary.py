@@ -1,5 +1,5 @@
-"""A vocabulary that is padded to a multiple trains as it does without padding, wherever the rows
-are, and every byte of it is predicted."""
+"""A padded vocabulary trains like an unpadded one for every placement, and every byte is
+predicted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import STEPS, reference, run
-from tests.gloo.test_exact import failing
+from tests.gloo.matrix import STEPS, reference, run_spec
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -31,7 +31,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def spec_of(case: str) -> Spec:
+def padded_spec(case: str) -> Spec:
     """Return a spec of 261 tokens in 272 rows, of which a second rank has the padding."""
     sections = dict(CASES[case])
     shape = {"family": "llama", "layers": 2, "hidden": 24, "heads": 4, "ffn": 48}
@@ -54,7 +54,7 @@ def spec_of(case: str) -> Spec:
 
 @pytest.mark.parametrize("case", CASES)
 def test_padding_changes_no_step_and_every_byte_is_predicted(ranks: Ranks, case: str) -> None:
-    spec = spec_of(case)
+    spec = padded_spec(case)
     assert isinstance(spec.model, ModelShape) and spec.model.vocab_padding == 11
     plain = reference(replace(spec, model=replace(spec.model, vocab_multiple=1)), STEPS)
     padding = (0, 0, 0, spec.model.vocab_padding)  # which stays zero
@@ -62,5 +62,5 @@ def test_padding_changes_no_step_and_every_byte_is_predicted(ranks: Ranks, case:
         name: F.pad(tensor, padding) if name in OF_VOCABULARY else tensor
         for name, tensor in plain.parameters.items()
     }
-    result = run(ranks, spec, truth=replace(plain, parameters=padded))
-    assert not [*failing(result.checks), *failing(result.against)]
+    result = run_spec(ranks, spec, truth=replace(plain, parameters=padded))
+    assert not [*failed_checks(result.checks), *failed_checks(result.against)]

@@ -1,4 +1,4 @@
-"""The Python examples of the pages run as they are printed there, and print what the pages say."""
+"""The Python examples of the pages run as printed, with the output that the pages show."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def examples(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_module("_examples")
 
 
-def text_of(page: str) -> str:
+def example_text(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("page", "name"), EXAMPLES)
-def test_an_example_prints_what_its_page_says(examples: ModuleType, page: str, name: str) -> None:
-    text = text_of(page)
+def test_an_example_prints_the_output_on_its_page(
+    examples: ModuleType, page: str, name: str
+) -> None:
+    text = example_text(page)
     command = examples.launched(text)[name]
     printed = f"$ {command}\n{examples.printed(command, text)}\n```\n"
     assert ROUNDING.sub("ε", printed) in ROUNDING.sub("ε", text)
@@ -57,7 +59,7 @@ def test_a_recipe_holds_and_its_verdict_names_a_wrong_scale(
     examples: ModuleType, name: str, package: str, line: str, mistake: str, finding: str
 ) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
-    text = text_of(TRAINERS)
+    text = example_text(TRAINERS)
     command = examples.launched(text)[name]
     assert "verdict: holds" in examples.printed(command, text)
     code = examples.files(text)[name]
@@ -69,7 +71,7 @@ def test_a_recipe_holds_and_its_verdict_names_a_wrong_scale(
 
 @pytest.mark.parametrize("page", [TOUR, PYTHON, VERIFY, TRAINERS])
 def test_every_file_of_a_page_is_started_or_imported(examples: ModuleType, page: str) -> None:
-    text = text_of(page)
+    text = example_text(page)
     for name, code in examples.files(text).items():
         module = name.removesuffix(".py")
         others = (other for file, other in examples.files(text).items() if file != name)

@@ -1,48 +1,48 @@
-"""What accelerate silently does otherwise than it is asked is told by meters on its own model."""
+"""Requests that accelerate silently ignores are reported by meters on its model."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.gloo import traps
-from tests.gloo.traps import Trapped
+from tests.gloo.traps import TrapReport
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 
-def trapped_in(ranks: Ranks, which: str) -> Trapped:
-    of_ranks: list[Trapped] = ranks.run(2, traps.ask, which)
+def trap_reports(ranks: Ranks, which: str) -> TrapReport:
+    of_ranks: list[TrapReport] = ranks.run(2, traps.train_with_accelerate, which)
     assert len({trapped.ran for trapped in of_ranks}) == 1
     return of_ranks[0]
 
 
-def names(trapped: Trapped) -> str:
+def check_names(trapped: TrapReport) -> str:
     return "\n".join(check.name for check in trapped.failing)
 
 
-def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks: Ranks) -> None:
-    trapped = trapped_in(ranks, "cpu")
+def test_the_verdict_reports_a_sharding_plugin_dropped_on_a_cpu(ranks: Ranks) -> None:
+    trapped = trap_reports(ranks, "cpu")
     assert trapped.ran.startswith("DistributedDataParallel")
     for state in ("parameters", "optimizer", "gradients"):
-        assert f"memory {state} rank 0" in names(trapped)
-    assert "all_gather forward parameters" in names(trapped)  # predicted, and none came
-    assert "all_reduce backward gradients" in names(trapped)  # came, and none was predicted
+        assert f"memory {state} rank 0" in check_names(trapped)
+    assert "all_gather forward parameters" in check_names(trapped)  # predicted, and none came
+    assert "all_reduce backward gradients" in check_names(trapped)  # came, and none was predicted
 
 
-def test_a_policy_whose_argument_is_lost_leaves_one_unit_and_the_verdict_says_so(
+def test_the_verdict_reports_one_unit_if_a_wrap_policy_loses_its_argument(
     ranks: Ranks,
 ) -> None:
-    trapped = trapped_in(ranks, "policy")
+    trapped = trap_reports(ranks, "policy")
     assert trapped.ran == "fully_shard in 1 unit"
     failing = {check.name: check for check in trapped.failing}
     calls = failing["traffic dp_shard all_gather forward parameters calls"]
     assert (calls.predicted, calls.measured) == (5, 1)
 
 
-def test_named_by_its_own_setting_the_same_model_holds(ranks: Ranks) -> None:
-    trapped = trapped_in(ranks, "control")
+def test_the_same_model_with_its_actual_setting_holds(ranks: Ranks) -> None:
+    trapped = trap_reports(ranks, "control")
     assert trapped.ran == "fully_shard in 5 units"
     # three states, and three counts of the gathers and of the reductions
     assert len(trapped.checks) == 9 and not trapped.failing

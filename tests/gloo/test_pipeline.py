@@ -1,5 +1,5 @@
-"""A model cut into stages, under every schedule and within every other axis, computes what one
-device computes, and costs what is predicted to the byte."""
+"""A model in stages, under every schedule and within every other axis, computes the result of one
+device at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.pipeline_cases import DATA, MODELS, SCHEDULES, factorizations, layers_of, spec_of
+from tests.gloo.pipeline_cases import (
+    DATA,
+    MODELS,
+    SCHEDULES,
+    factorizations,
+    layer_count,
+    pipeline_spec,
+)
 from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -47,7 +54,7 @@ STAGES: list[Any] = [
     nightly("gpt", "zero-bubble", FOUR, {"pipeline": {"stages": 8, "split": "layers"}}),
 ]
 # Each factorization of four ranks in this order: data ranks, tp, tp and slices, ZeRO-1 to 3, none.
-# By default each axis beside pp once; ZeRO-3 beside it stands in POLICIES, none in STAGES.
+# By default each axis with pp once; ZeRO-3 with pp is in POLICIES, none in STAGES.
 BY_DEFAULT = (0, 2, 4)
 OF_FOUR: list[Any] = [
     ("gpt-tied", "1f1b", {}),
@@ -91,20 +98,22 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def layered(mesh: dict[str, int], schedule: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` with a layer at least for each stage."""
+def with_enough_layers(
+    mesh: dict[str, int], schedule: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `changes` with at least one layer per stage."""
     said = changes.get("pipeline", {})
     split = said.get("split")
     stages = sum(split) if isinstance(split, list) else said.get("stages", 0)
-    return {"shape": {"layers": max(stages, layers_of(mesh["pp"], schedule))}, **changes}
+    return {"shape": {"layers": max(stages, layer_count(mesh["pp"], schedule))}, **changes}
 
 
 @pytest.mark.parametrize(("model", "schedule", "mesh", "changes"), STAGES, ids=str)
 def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, schedule: str, mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
-    given = layered(mesh, schedule, changes)
-    assert not MATRIX.differences(ranks, spec_of(model, schedule, mesh=mesh, **given))
+    given = with_enough_layers(mesh, schedule, changes)
+    assert not MATRIX.differences(ranks, pipeline_spec(model, schedule, mesh=mesh, **given))
 
 
 @pytest.mark.parametrize(
@@ -115,12 +124,12 @@ def test_stages_are_exact_and_equal_one_device(
     ],
     ids=str,
 )
-def test_every_factorization_of_four_ranks(
+def test_every_factorization_of_four_ranks_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], case: tuple[str, str, dict[str, Any]]
 ) -> None:
     (mesh, data, activations), (model, schedule, changes) = product, case
-    given = layered(mesh, schedule, changes)
-    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    given = with_enough_layers(mesh, schedule, changes)
+    spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -134,10 +143,10 @@ def test_every_factorization_of_four_ranks(
     ],
     ids=str,
 )
-def test_within_data_ranks_too_as_in_remark_4(
+def test_pp_inside_data_axes_of_remark_4_is_exact_and_equals_one_device(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -149,10 +158,10 @@ def test_within_data_ranks_too_as_in_remark_4(
     ],
     ids=str,
 )
-def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
+def test_pp_inside_data_axes_of_remark_4_on_eight_ranks_is_exact_and_equals_one_device(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -165,12 +174,14 @@ def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
     ],
     ids=str,
 )
-def test_other_schedules_over_every_factorization_of_four_ranks(
+def test_other_schedules_on_four_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str
 ) -> None:
     mesh, data, activations = product
-    given = layered(mesh, schedule, {"batch": {"accumulate": 8}})
-    spec = spec_of("gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given)
+    given = with_enough_layers(mesh, schedule, {"batch": {"accumulate": 8}})
+    spec = pipeline_spec(
+        "gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given
+    )
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -180,23 +191,23 @@ def test_other_schedules_over_every_factorization_of_four_ranks(
     list(zip(factorizations(8), cycle(SCHEDULES[1:]), cycle(MODELS), strict=False)),
     ids=str,
 )
-def test_every_factorization_of_eight_ranks(
+def test_every_factorization_of_eight_ranks_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str, model: str
 ) -> None:
     mesh, data, activations = product
     needed = mesh["pp"] * (2 if schedule == "dualpipev" else 1)  # 1f1b too is full with as many
-    given = layered(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
+    given = with_enough_layers(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
     if mesh.get("tp", 1) > 2 and MODELS[model].get("kv_heads") == 2:
         given["shape"]["kv_heads"] = 4  # as many as there are ranks to cut them
-    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    spec = pipeline_spec(model, schedule, mesh=mesh, data=data, activations=activations, **given)
     assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(("schedule", "data", "policy"), POLICIES, ids=str)
-def test_every_policy_of_gathering_and_reducing(
+def test_every_sync_policy_with_pp_is_exact_and_equals_one_device(
     ranks: Ranks, schedule: str, data: str, policy: dict[str, Any]
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
+    spec = pipeline_spec("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -207,7 +218,7 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
     precision, batch = {"layout": layout}, {"micro": 2}
     mesh = {"pp": 2, **beside}
     assert not MATRIX.differences(
-        ranks, spec_of(model, schedule, mesh=mesh, precision=precision, batch=batch)
+        ranks, pipeline_spec(model, schedule, mesh=mesh, precision=precision, batch=batch)
     )
 
 
@@ -231,10 +242,10 @@ OVERLAPPED = (
 
 
 @pytest.mark.parametrize(("schedule", "data", "dials"), OVERLAPPED, ids=str)
-def test_collectives_beside_passes_change_no_figure(
+def test_overlapped_collectives_change_no_figure(
     ranks: Ranks, schedule: str, data: str, dials: dict[str, Any]
 ) -> None:
     mesh = {"pp": 2, "dp_shard": 2}
     assert not MATRIX.differences(
-        ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data, **dials)
+        ranks, pipeline_spec("gpt-tied", schedule, mesh=mesh, data=data, **dials)
     )

@@ -1,12 +1,13 @@
-"""Dropout on pp: stages draw masks of their own, and with these one device computes the same."""
+"""Dropout on pp: stages draw different masks, and one device with these masks computes the same
+result."""
 
 from __future__ import annotations
 
 import pytest
 
 from ptrain.spec.load import load
-from tests.gloo.test_exact import failing
-from tests.gloo.test_tensor_dropout import STEPS, Drawn, is_attention, train_and_keep_masks
+from tests.gloo.test_exact import failed_checks
+from tests.gloo.test_tensor_dropout import STEPS, MaskRecorder, is_attention, train_and_keep_masks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
@@ -17,7 +18,7 @@ MICRO_BATCHES = 3
 GPT = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": 260}
 
 
-def test_stages_draw_their_own_masks_and_with_these_one_device_computes_the_same(
+def test_one_device_with_the_masks_of_the_stages_computes_the_same(
     ranks: Ranks,
 ) -> None:
     spec = load(
@@ -40,9 +41,9 @@ def test_stages_draw_their_own_masks_and_with_these_one_device_computes_the_same
         for at in range(passes)
         for mask in (*first[at * each :][:each], *second[at * other :][:other])
     )
-    with Drawn(replayed) as drawn:
+    with MaskRecorder(replayed) as drawn:
         reference = one_device(spec, STEPS)
     assert len(drawn.masks) == len(first) + len(second)
     assert report.trajectory is not None
-    assert not failing(compare_runs(reference, report.trajectory, FP64))
-    assert failing(compare_runs(one_device(spec, STEPS), report.trajectory, FP64))
+    assert not failed_checks(compare_runs(reference, report.trajectory, FP64))
+    assert failed_checks(compare_runs(one_device(spec, STEPS), report.trajectory, FP64))

@@ -1,5 +1,5 @@
-"""What breaks inside a pipeline is named, with its rank, its stage and where it is known its
-micro-batch; nobody waits longer than the timeout, and no process is left."""
+"""Failures in a pipeline are reported with rank, stage and, if known, micro-batch; no rank waits
+longer than the timeout, and no process is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BROKEN_AT = 2  # the micro-batch
 
 
 class Fault(StrEnum):
-    """What goes wrong on one rank, in the micro-batch BROKEN_AT."""
+    """A failure on one rank in the micro-batch BROKEN_AT."""
 
     FORWARD = "a layer raises in its forward pass"
     BACKWARD = "a layer raises in its backward pass"
@@ -57,8 +57,8 @@ class Broken(torch.autograd.Function):
         raise ValueError("broken")
 
 
-def breaks(fault: Fault) -> Callable[..., torch.Tensor | None]:
-    """A forward hook of a layer."""
+def breaking_hook(fault: Fault) -> Callable[..., torch.Tensor | None]:
+    """Return a forward hook that fails."""
     calls = iter(range(1000))
 
     def hook(layer: nn.Module, given: object, x: torch.Tensor) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ def breaks(fault: Fault) -> Callable[..., torch.Tensor | None]:
     return hook
 
 
-def spec_of(ranks: int, schedule: str, **replicas: int) -> Spec:
+def faulty_spec(ranks: int, schedule: str, **replicas: int) -> Spec:
     stages = 2 if schedule in ("zbv", "interleaved", "zero-bubble", "bfs") else 1
     return require_runnable(
         load(
@@ -98,17 +98,18 @@ def spec_of(ranks: int, schedule: str, **replicas: int) -> Spec:
     )
 
 
-def what_a_rank_says(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
-    """Of a step in which `fault` happens on the rank `broken`, to the first layer it has."""
+def error_on_rank(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
+    """Run a step in which `fault` happens in the first layer of the rank `broken`; return this
+    rank's error."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world)
     local = local_batch(program, open_corpus(spec.data), 0)
     if world.rank == broken:
         layer = next(m for m in program.model.modules() if isinstance(m, Block))
-        layer.register_forward_hook(breaks(fault))
+        layer.register_forward_hook(breaking_hook(fault))
         if fault is Fault.BATCH:
             local = replace(local, tokens=local.tokens[:6])
-    dist.barrier()  # nobody is late but by the fault
+    dist.barrier()  # only the fault delays a rank
     try:
         getattr(program, verb)(local)
     except RankFailed as error:
@@ -135,20 +136,20 @@ TRAIN, EVALUATE = "forward_backward", "evaluate"
     ],
     ids=str,
 )
-def test_the_rank_that_fails_says_where_and_why_and_the_others_name_that_rank(
+def test_the_failing_rank_reports_place_and_cause_and_the_others_name_that_rank(
     ranks, schedule, ranks_of_pp, fault, broken, verb, told
 ):
-    spec = spec_of(ranks_of_pp, schedule)
-    said = ranks.run(ranks_of_pp, what_a_rank_says, spec, fault, broken, verb)
+    spec = faulty_spec(ranks_of_pp, schedule)
+    said = ranks.run(ranks_of_pp, error_on_rank, spec, fault, broken, verb)
     assert said[broken].startswith(told)
     neighbours = [said[rank] for rank in (broken - 1, broken + 1) if 0 <= rank < ranks_of_pp]
     assert all(f": waiting for rank {broken} (stage " in each for each in neighbours), said
 
 
-def test_who_is_silent_is_named_when_the_timeout_of_a_step_is_over(ranks):
-    """On a mesh of two axes, whose groups torch makes with a timeout of half an hour."""
-    spec = spec_of(2, "1f1b", dp_replicate=2)
-    said = ranks.run(4, what_a_rank_says, spec, Fault.SILENCE, 3, TRAIN)
+def test_a_silent_rank_is_named_after_the_step_timeout(ranks):
+    """On a mesh of two axes, whose groups torch creates with a timeout of 30 minutes."""
+    spec = faulty_spec(2, "1f1b", dp_replicate=2)
+    said = ranks.run(4, error_on_rank, spec, Fault.SILENCE, 3, TRAIN)
     assert "stage 0: waiting for rank 3 (stage 1) to " in said[1], said
     assert f"Timed out waiting {TIMEOUT * 1000:g}ms" in said[1]
 
@@ -174,8 +175,8 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
-    """One layer a stage."""
+def pipeline_command(ranks: int, schedule: str) -> tuple[str, ...]:
+    """Return a command with one layer per stage."""
     stages = 2 * ranks if schedule in ("zbv", "interleaved") else ranks
     mesh = (f"mesh={{pp: {ranks}}}", "placement={pp: [S, S, S, R]}", f"model.layers={stages}")
     return ("zero3", *mesh, f"pipeline.schedule={schedule}", *TINY)
@@ -206,13 +207,13 @@ def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
 def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages(
     tmp_path, ranks_of_pp, schedule, rank, number, told
 ):
-    asked = ["train", *of_pp(ranks_of_pp, schedule), *ENDLESS]
+    asked = ["train", *pipeline_command(ranks_of_pp, schedule), *ENDLESS]
     with jobs.job(asked, cwd=tmp_path, is_forked=True) as job:
         job.until("step 3/")
         ranks = job.ranks()
         os.kill(ranks[rank], number)
         assert job.wait(60) == 3
-        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+        assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     assert job.error.startswith(told)
     assert "Traceback" not in job.error.split("last lines of")[0]
 
@@ -221,23 +222,23 @@ def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_path, number):
-    arguments = [*TORCHRUN, *of_pp(2, "1f1b"), *ENDLESS, "timeout.step=8"]
+    arguments = [*TORCHRUN, *pipeline_command(2, "1f1b"), *ENDLESS, "timeout.step=8"]
     with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
         job.until("step 3/")
         ranks = job.ranks()
         os.kill(ranks[1], number)
         assert job.wait(120) != 0
-        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+        assert jobs.have_ended(list(ranks.values())), "a rank outlives its job"
     assert "stage 0: waiting for rank 1 (stage 1) to " in job.error
 
 
-@pytest.mark.nightly  # by default the ranks say it on the pool, above
+@pytest.mark.nightly  # by default the test above checks pooled ranks
 @pytest.mark.parametrize("launcher", ["ptrain", "torch.distributed.run"])
-def test_a_stage_that_raises_ends_the_job_in_its_own_words_alone(tmp_path, launcher):
+def test_a_stage_that_raises_ends_the_job_with_its_message_only(tmp_path, launcher):
     (tmp_path / "sitecustomize.py").write_text(RAISES_ON_RANK_1)
     begin = ("train",) if launcher == "ptrain" else TORCHRUN
-    asked = [*begin, *of_pp(2, "zero-bubble"), *ENDLESS]
-    code, job = jobs.run(asked, cwd=tmp_path, module=launcher, first=tmp_path)
+    asked = [*begin, *pipeline_command(2, "zero-bubble"), *ENDLESS]
+    code, job = jobs.run_job(asked, cwd=tmp_path, module=launcher, first=tmp_path)
     assert "stage 1, micro-batch 1: ValueError: broken" in job.error
     assert "Full Schedule" not in job.error and "failed to run forward" not in job.error
     if launcher == "ptrain":
@@ -248,13 +249,13 @@ def test_a_stage_that_raises_ends_the_job_in_its_own_words_alone(tmp_path, launc
 
 @IN_PROC
 def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
-    asked = [*of_pp(2, "interleaved"), "train.steps=1000000", "checkpoint.at_end=true"]
+    asked = [*pipeline_command(2, "interleaved"), "train.steps=1000000", "checkpoint.at_end=true"]
     with jobs.job(["train", *asked], cwd=tmp_path, is_forked=True) as job:
         job.until("step 3/")
         ranks = job.ranks()
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143
-        assert jobs.gone(list(ranks.values()))
+        assert jobs.have_ended(list(ranks.values()))
     assert "interrupted by SIGTERM after step" in job.output
     again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
     assert again in job.output

@@ -1,5 +1,5 @@
-"""The peaks of forward and backward passes are what the instructions say, to the byte: under every
-schedule, and under an order that no schedule has."""
+"""The peaks of forward and backward passes are predicted from the instructions to the byte: under
+every schedule, and under an order of no schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.matrix import run
-from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
-from tests.gloo.recording import named
-from tests.gloo.test_exact import failing
+from tests.gloo.matrix import run_spec
+from tests.gloo.pipeline_cases import SCHEDULES, layer_count, pipeline_spec
+from tests.gloo.recording import checks_of_kind
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -32,15 +32,15 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("schedule", "mesh"), cases(), ids=str)
-def test_passes_peak_as_their_instructions_say(
+def test_the_peaks_of_passes_follow_from_their_instructions(
     ranks: Ranks, schedule: Any, mesh: dict[str, int]
 ) -> None:
     is_own = schedule is OWN
-    layers = 4 if is_own else layers_of(mesh["pp"], schedule)
+    layers = 4 if is_own else layer_count(mesh["pp"], schedule)
     batch = {"accumulate": 4 if is_own else 8}
-    spec = spec_of("gqa", schedule, mesh=mesh, batch=batch, shape={"layers": layers})
-    result = run(ranks, spec)
-    assert not [*failing(result.checks), *failing(result.against)]
-    peaks = [check for check in named(result.checks, "peak") if "update" not in check.name]
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, batch=batch, shape={"layers": layers})
+    result = run_spec(ranks, spec)
+    assert not [*failed_checks(result.checks), *failed_checks(result.against)]
+    peaks = [check for check in checks_of_kind(result.checks, "peak") if "update" not in check.name]
     assert len(peaks) == 2 * mesh["pp"]
     assert [check.measured for check in peaks] == [check.predicted for check in peaks]

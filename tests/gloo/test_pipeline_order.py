@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline really computed, action by action, against the schedule; and whose
-activations lived while they did."""
+"""The actions that pipeline ranks executed, compared with the schedule, and the activations that
+were alive during each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
-from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
+from tests.gloo.pipeline_cases import SCHEDULES, layer_count, pipeline_spec
 from tests.pure.pipelines import most_held
 from tests.ranks import Ranks
 
@@ -34,13 +34,14 @@ Holding = dict[int, int]  # by stage: micro-batches whose activations live
 
 @dataclass
 class Recording:
-    """The actions of one rank and what it held while each ran, its own micro-batch included."""
+    """The actions of one rank and the micro-batches in memory during each, including its current
+    one."""
 
     log: list[tuple[Action, Holding]] = field(default_factory=list)
     made: dict[tuple[int, int], list[StorageWeakRef]] = field(default_factory=dict)
 
     def watch(self, stage: StageRunner) -> None:
-        """What the operators of a block give lives as long as autograd needs it."""
+        """Register hooks: a block's output lives as long as autograd needs it."""
 
         def keep(operator: nn.Module, given: Any, output: torch.Tensor) -> None:
             *_, latest = (made for where, made in self.made.items() if where[0] == stage.index)
@@ -67,8 +68,8 @@ class Recording:
         return output
 
 
-def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
-    """Of each spec one step on this rank."""
+def run_and_record(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
+    """Run one step of each spec on this rank."""
     found = []
     for spec in specs:
         program = interpret(spec, world=World.join(spec.timeout))
@@ -84,8 +85,9 @@ def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
     return found
 
 
-def expected(made: Schedule, rank: int) -> list[tuple[Action, Holding]]:
-    """Of a pair, whose actions run one after the other, both happen while it holds the same."""
+def expected_actions(made: Schedule, rank: int) -> list[tuple[Action, Holding]]:
+    """Return the expected actions. The two actions of a pair run one after the other with the same
+    activations in memory."""
     return [
         (action, holding)
         for step, holding in zip(made.orders[rank], count_in_flight(made, rank), strict=True)
@@ -94,19 +96,23 @@ def expected(made: Schedule, rank: int) -> list[tuple[Action, Holding]]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_every_rank_computes_its_order_and_holds_what_is_said(ranks: Ranks, size: int) -> None:
+def test_every_rank_executes_its_order_with_the_expected_activations(
+    ranks: Ranks, size: int
+) -> None:
     specs = [
-        spec_of("llama", name, mesh={"pp": size}, batch={"accumulate": 8}, shape={"layers": layers})
+        pipeline_spec(
+            "llama", name, mesh={"pp": size}, batch={"accumulate": 8}, shape={"layers": layers}
+        )
         for name in SCHEDULES
-        for layers in [layers_of(size, name)]
+        for layers in [layer_count(size, name)]
     ]
-    accounts = ranks.run(size, executed, specs)
+    accounts = ranks.run(size, run_and_record, specs)
     for index, spec in enumerate(specs):
         shape = pipeline_of(spec)
         assert shape is not None
         made = make_schedule(spec.pipeline.schedule, shape)
         for rank, account in enumerate(accounts):
-            found, wanted = account[index], expected(made, rank)
+            found, wanted = account[index], expected_actions(made, rank)
             assert [each for each, _ in found] == [each for each, _ in wanted], spec.name
             lived = [{**dict.fromkeys(made.stages_of(rank), 0), **each} for _, each in found]
             assert lived == [each for _, each in wanted], f"{spec.name}, rank {rank}"

@@ -1,5 +1,5 @@
-"""What crosses the edge of a pipeline: checkpoints, which any other placement continues from, and
-the loss of held-out text."""
+"""State outside of pipeline steps: checkpoints that other placements continue, and the held-out
+loss."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.parts import learning_rate
 from ptrain.verification.reference import Trajectory
-from tests.gloo.pipeline_cases import spec_of
+from tests.gloo.pipeline_cases import pipeline_spec
 from tests.gloo.runs import full_parameters
-from tests.gloo.test_exact import failing
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
@@ -57,31 +57,32 @@ WAYS: list[Any] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
-    """What one placement did of a training: its steps' losses, the parameters after the last of
-    them and the loss of held-out text with these."""
+class TrainingLeg:
+    """The results of one placement: losses, final parameters, and the held-out loss."""
 
     losses: tuple[float, ...]
     parameters: Mapping[str, torch.Tensor]
     held_out: float
 
 
-def placed(model: str, placement: Placement, **sections: Any) -> Spec:
+def placed_spec(model: str, placement: Placement, **sections: Any) -> Spec:
     schedule, mesh, data = placement
     data_ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     accumulate = {"accumulate": SAMPLES // data_ranks}
-    return spec_of(model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections)
+    return pipeline_spec(
+        model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections
+    )
 
 
-def summed(share: torch.Tensor) -> float:
+def sum_over_ranks(share: torch.Tensor) -> float:
     total = share.detach().double().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
     return float(total)
 
 
-def resumed(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
-    """The program of a spec, filled from what was saved at `step` where that is not the start."""
+def resume_program(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
+    """Return the program of a spec, loaded from `step` unless that is the start."""
     program = interpret(spec, world=World.join(spec.timeout))
     exchange = Exchange(program.world)
     if step:
@@ -90,24 +91,30 @@ def resumed(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
     return program, exchange
 
 
-def continue_and_save(spec: Spec, folder: str, first: int) -> Leg:
-    program, exchange = resumed(spec, folder, first)
+def continue_and_save(spec: Spec, folder: str, first: int) -> TrainingLeg:
+    program, exchange = resume_program(spec, folder, first)
     source, losses = open_corpus(spec.data), []
     for step in range(first, first + STEPS):
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
-        losses.append(summed(program.forward_backward(local_batch(program, source, step), lr)))
+        losses.append(
+            sum_over_ranks(program.forward_backward(local_batch(program, source, step), lr))
+        )
         program.step(lr)
     checkpoint.save(program, Path(folder), first + STEPS, exchange)
-    held_out = summed(program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT)))
-    found = Leg(losses=tuple(losses), parameters=full_parameters(program), held_out=held_out)
+    held_out = sum_over_ranks(
+        program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT))
+    )
+    found = TrainingLeg(
+        losses=tuple(losses), parameters=full_parameters(program), held_out=held_out
+    )
     exchange.close()
     return found
 
 
 @torch.no_grad()
 def held_out_loss(spec: Spec, parameters: Mapping[str, torch.Tensor]) -> float:
-    """Of a plain module with these parameters."""
+    """Return the held-out loss of a plain module with these parameters."""
     module = build_model(spec.model, sequence=spec.batch.sequence, seed=0).double()
     assert not module.load_state_dict(dict(parameters), strict=False).unexpected_keys
     whole = read_batch(
@@ -123,24 +130,24 @@ def held_out_loss(spec: Spec, parameters: Mapping[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("model", "placements"), WAYS, ids=["four-placements", "seven-placements"])
-def test_a_training_that_moves_between_placements_is_that_of_one_device(
+def test_a_training_that_moves_between_placements_equals_one_device(
     ranks: Ranks, tmp_path: Path, model: str, placements: list[Placement]
 ) -> None:
     losses: tuple[float, ...] = ()
     for index, placement in enumerate(placements):
-        spec, first = placed(model, placement), index * STEPS
+        spec, first = placed_spec(model, placement), index * STEPS
         leg = ranks.run(spec.world_size, continue_and_save, spec, str(tmp_path), first)[0]
         truth = one_device(spec, first + STEPS)
         losses += leg.losses
         run = Trajectory(
             losses=losses, gradient_norms=(), parameters=leg.parameters, moved_distance=1.0
         )
-        assert not failing(compare_runs(truth, run, FP64)), placement
+        assert not failed_checks(compare_runs(truth, run, FP64)), placement
         assert leg.held_out == pytest.approx(held_out_loss(spec, truth.parameters), rel=1e-12)
 
 
-def load_older(spec: Spec, folder: str) -> str:
-    """What a program says to a checkpoint that does not tell of what model it is."""
+def load_without_model_name(spec: Spec, folder: str) -> str:
+    """Return a program's message for a checkpoint without a model description."""
     program = interpret(spec, world=World.join(spec.timeout))
     exchange = Exchange(program.world)
     path = Path(folder) / manifest.folder_name(1)
@@ -152,7 +159,7 @@ def load_older(spec: Spec, folder: str) -> str:
 
 
 def save_at_once(spec: Spec, folder: str) -> None:
-    program, exchange = resumed(spec, folder, 0)
+    program, exchange = resume_program(spec, folder, 0)
     checkpoint.save(program, Path(folder), 1, exchange)
     exchange.close()
 
@@ -164,10 +171,12 @@ def save_at_once(spec: Spec, folder: str) -> None:
         (3, "has no model.blo"),
     ],
 )
-def test_a_checkpoint_of_more_or_fewer_layers_is_refused_alike_on_every_rank(
+def test_a_checkpoint_of_more_or_fewer_layers_is_rejected_on_every_rank(
     ranks: Ranks, tmp_path: Path, layers: int, finding: str
 ) -> None:
-    saved = placed("llama", ALONE, shape={"layers": layers})
+    saved = placed_spec("llama", ALONE, shape={"layers": layers})
     ranks.run(1, save_at_once, saved, str(tmp_path))
-    said = ranks.run(2, load_older, placed("llama", ("gpipe", {"pp": 2}, "")), str(tmp_path))
+    said = ranks.run(
+        2, load_without_model_name, placed_spec("llama", ("gpipe", {"pp": 2}, "")), str(tmp_path)
+    )
     assert said[0] == said[1] and finding in said[0]

@@ -1,5 +1,5 @@
-"""Every named strategy with a pipeline runs as it is predicted, in its own dtypes: memory and
-traffic to the byte, peaks within 2 %."""
+"""Every named strategy with a pipeline runs as predicted in its default dtypes: memory and traffic
+to the byte, peaks within 2 %."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.matrix import Result
 from tests.gloo.pipeline_runs import MATRIX
-from tests.gloo.runs import train
-from tests.gloo.test_exact import failing
+from tests.gloo.runs import train_on_rank
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -31,7 +31,7 @@ BY_DEFAULT = ("pp-zero2",)  # two axes in one file; the others at night
 
 
 def strategies() -> list[Any]:
-    """Those with pp."""
+    """Return the strategies with pp."""
     found = []
     for name in list_files("strategies"):
         spec = load(name).spec
@@ -48,10 +48,10 @@ def test_a_strategy_with_a_pipeline_is_validated(ranks: Ranks, name: str) -> Non
 
 
 def differences(ranks: Ranks, spec: Spec) -> list[str]:
-    """Bytes, calls and peaks that are not those of the prediction; for the page that --record
-    writes."""
-    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
+    """Return bytes, calls and peaks that differ from the prediction; --record writes them to a
+    page."""
+    reports = ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     MATRIX.results.append(Result(spec, checks, against=()))
-    return failing(checks)
+    return failed_checks(checks)

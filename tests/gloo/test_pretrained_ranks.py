@@ -1,5 +1,5 @@
-"""Ranks that begin with a published model's weights have, wherever these are placed, what its files
-have: their checkpoint is exported as it was."""
+"""Ranks that start from a published model's weights have the values of its files under every
+placement, and their checkpoint is exported unchanged."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.parts import learning_rate
-from tests.gloo.sessions import train
-from tests.models_from_folder import saved_own
-from tests.published_folders import saved, tensors
+from tests.gloo.sessions import train_on_ranks
+from tests.models_from_folder import save_decoder
+from tests.published_folders import save_folder, tensors
 from tests.ranks import Ranks
 from tests.trajectories import one_device
 
@@ -42,8 +42,8 @@ MOST_CUT = 1.3  # of flat units rows are cut, and so are stacked experts, which 
 PLACEMENTS = ("zero3", "zero1", "tp", "tp-sp", "pp-1f1b", "zero-offload")
 
 
-def begun(spec: Spec, folder: str) -> float:
-    """Save what a rank begins with; return how many elements it has read for one that it keeps."""
+def save_initial_state(spec: Spec, folder: str) -> float:
+    """Save a rank's initial state; return the elements read per element kept."""
     program = interpret(spec, world=World.join(spec.timeout))
     checkpoint.save(program, Path(folder), 1, Exchange(program.world))
     rows = derive(spec).exact.of_rank(program.world.rank).memory
@@ -78,13 +78,15 @@ def begun(spec: Spec, folder: str) -> float:
         ),
     ],
 )
-def test_ranks_begin_with_what_the_files_have(
+def test_ranks_start_with_the_values_of_the_files(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     words = (f"model={{pretrained: {folder}}}", "batch={global: 8, micro: 1, sequence: 16}")
     spec = load(placement, words).spec
-    read = ranks.run(spec.world_size, begun, spec, str(tmp_path / "run" / "checkpoints"))
+    read = ranks.run(
+        spec.world_size, save_initial_state, spec, str(tmp_path / "run" / "checkpoints")
+    )
     assert min(read) > 0.9 and max(read) < 1.01, "whole rows: of flat units some are cut"
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
     export_checkpoint(tmp_path / "run", tmp_path / "out")
@@ -94,8 +96,9 @@ def test_ranks_begin_with_what_the_files_have(
         assert torch.equal(tensor, before[name][: len(tensor)]), name
 
 
-def require_parts(ranks: Sequence[Begun], size: int) -> None:
-    """A rank has read what it keeps; `size` is that of all files, in bytes."""
+def require_parts(ranks: Sequence[ReadBytes], size: int) -> None:
+    """Require that a rank has read only the bytes that it keeps; `size` is the size of all files in
+    bytes."""
     for rank in ranks:
         assert 0.98 < rank.read / rank.kept < MOST_CUT, "shards may be padded"
         assert 0 < rank.looked < size / 4
@@ -103,16 +106,17 @@ def require_parts(ranks: Sequence[Begun], size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """How many bytes of weights a rank has read before anything was cut and after, and keeps."""
+class ReadBytes:
+    """The bytes of weights that a rank had read before sharding and after, and the bytes it
+    keeps."""
 
     looked: int
     read: int
     kept: int
 
 
-def begun_class(spec: Spec, folder: str) -> Begun:
-    """Save what a rank begins with; return what it has read."""
+def save_initial_class(spec: Spec, folder: str) -> ReadBytes:
+    """Save a rank's initial state of a transformers class; return what it has read."""
     read: list[int] = []
     whole = PretrainedFolder.read_piece
 
@@ -129,7 +133,7 @@ def begun_class(spec: Spec, folder: str) -> Begun:
     checkpoint.save(program, Path(folder), 1, Exchange(program.world))
     held = (storage_of(x) for state, x in program.storages() if state is State.PARAMETERS)
     kept = {storage._cdata: storage.nbytes() for storage in held}
-    return Begun(looked, sum(read) - looked, sum(kept.values()))
+    return ReadBytes(looked, sum(read) - looked, sum(kept.values()))
 
 
 @pytest.mark.parametrize(
@@ -162,13 +166,15 @@ def begun_class(spec: Spec, folder: str) -> Begun:
         ),
     ],
 )
-def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
+def test_ranks_with_a_transformers_class_start_with_the_values_of_the_files(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     model = f"model={{pretrained: {folder}, hf: {case}}}"
     spec = load(placement, (model, "batch={global: 8, micro: 1, sequence: 16}")).spec
-    begun = ranks.run(spec.world_size, begun_class, spec, str(tmp_path / "run" / "checkpoints"))
+    begun = ranks.run(
+        spec.world_size, save_initial_class, spec, str(tmp_path / "run" / "checkpoints")
+    )
     size = sum(tensor.nbytes for tensor in tensors(folder).values())
     require_parts(begun, size)
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
@@ -178,7 +184,7 @@ def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def trained(spec: Spec) -> list[float]:
+def train_three_steps(spec: Spec) -> list[float]:
     """Return the losses of three steps."""
     program = interpret(spec, world=World.join(spec.timeout), allow_import=True)
     torch.manual_seed(0)  # some classes draw as they route
@@ -200,26 +206,26 @@ def trained(spec: Spec) -> list[float]:
     ],
 )
 def test_a_tied_class_trains_as_on_one_device(ranks: Ranks, placement: str, tmp_path: Path) -> None:
-    folder = saved("gemma3_text", tmp_path / "in")
+    folder = save_folder("gemma3_text", tmp_path / "in")
     model = f"model={{pretrained: {folder}, hf: gemma3_text}}"
     words = (model, "batch={global: 4, micro: 1, sequence: 16}", "optimizer={name: sgd, lr: 0.05}")
     spec = load(placement, words).spec
     expected = one_device(spec, 3).losses
-    for losses in ranks.run(spec.world_size, trained, spec):
+    for losses in ranks.run(spec.world_size, train_three_steps, spec):
         assert losses == pytest.approx(expected, rel=1e-4)
     assert expected[0] - expected[2] > 0.01
 
 
-# Of one's own: what its folder was drawn with.
+# User model: the arguments of its folder.
 OWN = {"own": "", "own, untied": "tied: false", "own, routed": "routed: true, tied: false"}
 
 
 def folder_and_model(case: str, folder: Path) -> tuple[Path, str]:
-    """Save a folder of this case; return it and the model that begins with it."""
+    """Save a folder for this case; return it and the model that starts from it."""
     if case not in OWN:
-        return saved(case, folder), f"model={{pretrained: {folder}, hf: {case}}}"
+        return save_folder(case, folder), f"model={{pretrained: {folder}, hf: {case}}}"
     given = f"target: 'tests.models_from_folder:build', arguments: {{{OWN[case]}}}"
-    return saved_own(folder, OWN[case]), f"model={{pretrained: {folder}, {given}}}"
+    return save_decoder(folder, OWN[case]), f"model={{pretrained: {folder}, {given}}}"
 
 
 @pytest.mark.parametrize(
@@ -238,12 +244,14 @@ def folder_and_model(case: str, folder: Path) -> tuple[Path, str]:
         ),
     ],
 )
-def test_ranks_with_a_model_of_ones_own_read_what_they_keep(
+def test_ranks_with_a_user_model_read_only_their_shards(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
     folder, model = folder_and_model(case, tmp_path / "in")
     spec = load(placement, (model, "batch={global: 8, micro: 1, sequence: 16}")).spec
-    begun = ranks.run(spec.world_size, begun_class, spec, str(tmp_path / "run" / "checkpoints"))
+    begun = ranks.run(
+        spec.world_size, save_initial_class, spec, str(tmp_path / "run" / "checkpoints")
+    )
     before = tensors(folder)
     require_parts(begun, sum(tensor.nbytes for tensor in before.values()))
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
@@ -253,12 +261,12 @@ def test_ranks_with_a_model_of_ones_own_read_what_they_keep(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def trained_both_ways(spec: Spec) -> tuple[list[float], list[float]]:
-    """Return the losses of three steps, of parts that were read and of a model read whole."""
-    by_parts = trained(spec)
+def train_both_ways(spec: Spec) -> tuple[list[float], list[float]]:
+    """Return the losses of three steps, with weights read by parts and read in full."""
+    by_parts = train_three_steps(spec)
     needing = mock.Mock(side_effect=NeedsValuesError("the test says so"))
     with mock.patch.object(look, "build_module_on_meta", needing):
-        whole = trained(spec)
+        whole = train_three_steps(spec)
     assert needing.called
     return by_parts, whole
 
@@ -283,30 +291,32 @@ def trained_both_ways(spec: Spec) -> tuple[list[float], list[float]]:
         ),
     ],
 )
-def test_what_is_read_by_parts_trains_as_what_is_read_whole(
+def test_weights_read_by_parts_train_like_weights_read_in_full(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
     _, model = folder_and_model(case, tmp_path / "in")
     accumulate = 4 if "pp" in placement or placement == "3d" else 2
     batch = f"batch={{accumulate: {accumulate}, micro: 1, sequence: 16}}"
     spec = load(placement, (model, batch)).spec
-    for by_parts, whole in ranks.run(spec.world_size, trained_both_ways, spec):
+    for by_parts, whole in ranks.run(spec.world_size, train_both_ways, spec):
         assert by_parts == whole and len({*whole}) == 3
 
 
 @pytest.mark.parametrize("beside", ["drawn", pytest.param("''", marks=pytest.mark.nightly)])
-def test_a_run_says_why_its_model_was_read_whole(ranks: Ranks, beside: str, tmp_path: Path) -> None:
-    folder = saved_own(tmp_path / "in")
+def test_a_run_reports_why_its_model_was_read_in_full(
+    ranks: Ranks, beside: str, tmp_path: Path
+) -> None:
+    folder = save_decoder(tmp_path / "in")
     given = f"target: tests.models_from_folder:build, arguments: {{beside: {beside}}}"
     model = f"model={{pretrained: {folder}, {given}}}"
     words = ("mesh={}", "placement={}", model, "train.steps=1", "batch={global: 2, sequence: 16}")
-    (ended,) = train(ranks, 1, "ddp", *words, "--allow-import", folder=tmp_path / "run")
+    (ended,) = train_on_ranks(ranks, 1, "ddp", *words, "--allow-import", folder=tmp_path / "run")
     assert ended.code == 0, ended.error
     line = "weights  every rank built the full model first: its constructor draws random"
     assert ended.output.count(line) == int(beside == "drawn")
 
 
-def saved_after_two_steps(spec: Spec, run: str) -> None:
+def save_after_two_steps(spec: Spec, run: str) -> None:
     program = interpret(spec, world=World.join(spec.timeout))
     for step in range(2):
         lr = learning_rate(spec.optimizer, step)
@@ -323,7 +333,7 @@ def saved_after_two_steps(spec: Spec, run: str) -> None:
 def test_experts_fewer_than_ranks_are_exported_as_one_device_trains_them(
     ranks: Ranks, mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    """FSDP2 shards them along a later dimension than the experts'."""
+    """FSDP2 shards them along a dimension after the expert dimension."""
     shape = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48}
     shape |= {"vocab": 259, "rope_base": 1e6, "experts": 2, "experts_per_token": 1}
     common = {
@@ -338,7 +348,7 @@ def test_experts_fewer_than_ranks_are_exported_as_one_device_trains_them(
         placement = dict.fromkeys(own, "zero3")
         spec = load({"name": name, **common, "mesh": own, "placement": placement}).spec
         run = tmp_path / name
-        ranks.run(spec.world_size, saved_after_two_steps, spec, str(run))
+        ranks.run(spec.world_size, save_after_two_steps, spec, str(run))
         (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
         export_checkpoint(run, tmp_path / f"{name}-exported")
         exported.append(tensors(tmp_path / f"{name}-exported"))

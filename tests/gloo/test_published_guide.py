@@ -1,5 +1,5 @@
-"""The guide to published models runs as it is printed: a training goes on where the one stopped
-whose weights it begins with, and what it leaves transformers loads."""
+"""The guides to published models run as printed: training continues from published weights, and
+transformers loads the exported folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_folders import drawn_chats, save_tokenizer, write_chats
-from tests.jobs import ROOT, losses, run
-from tests.published_folders import saved
+from tests.chat_folders import random_chats, save_tokenizer, write_chats
+from tests.jobs import ROOT, losses, run_job
+from tests.published_folders import save_folder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
@@ -21,7 +21,7 @@ GUIDES = ROOT / "docs" / "howto"
 
 
 def commands(page: str, title: str) -> list[list[str]]:
-    """Return the words of the commands in the first block of a section of a guide."""
+    """Return the arguments of the commands in the first block of a section of a guide."""
     section = (GUIDES / page).read_text(encoding="utf-8").partition(f"## {title}\n")[2]
     block = re.search(r"```\n(.*?)```", section, re.DOTALL)
     assert block, "the guide has commands"
@@ -33,7 +33,7 @@ def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> 
         *commands("published-weights.md", "Published models"),
         *commands("published-weights.md", "Other model classes"),
     ):
-        code, job = run(words, cwd=tmp_path)
+        code, job = run_job(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
     first, second = (losses(tmp_path / "runs" / name) for name in ("first", "second"))
     assert abs(second[1] - first[max(first)]) < 0.5 < first[1] - second[1]
@@ -48,13 +48,13 @@ def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> 
 
 
 def test_the_guide_to_chats_runs_as_it_is_printed(tmp_path: Path) -> None:
-    base = saved("llama", tmp_path / "base", vocab_size=320)
+    base = save_folder("llama", tmp_path / "base", vocab_size=320)
     save_tokenizer(base)
-    write_chats(tmp_path / "chats.jsonl", drawn_chats(400))
+    write_chats(tmp_path / "chats.jsonl", random_chats(400))
     printed = []
     steps = commands("chats.md", "Fine-tuning on chats")
     for words in steps:
-        code, job = run(words, cwd=tmp_path)
+        code, job = run_job(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
         printed.append(job.output)
     keys = re.search(r"train on it with (.*)", printed[0])

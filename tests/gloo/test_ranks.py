@@ -1,4 +1,4 @@
-"""The pool of ranks itself: results, failures, hangs, and that nothing stays behind."""
+"""The pool of ranks: results, failures, hangs, and cleanup."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _hang_on_rank_zero() -> None:
 
 
 def _die_within_torch(folder: Path, times: int) -> int:
-    """On rank 1, so often."""
+    """Die within torch on rank 1, `times` times."""
     rank = dist.get_rank()
     deaths = len(list(folder.iterdir()))
     if rank == 1 and deaths < times:
@@ -80,7 +80,7 @@ def test_the_ranks_stay_up_between_calls() -> None:
         ranks.close()
 
 
-def test_an_exception_comes_back_with_its_rank_and_traceback(ranks: Ranks) -> None:
+def test_an_exception_is_returned_with_its_rank_and_traceback(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="the cause") as caught:
         ranks.run(2, _raise_on_rank_one)
     assert "_raise_on_rank_one" in caught.value.causes[1]
@@ -98,16 +98,14 @@ def test_a_dead_rank_is_named_with_its_exit_code(ranks: Ranks) -> None:
         ranks.run(2, _die_on_rank_one)
 
 
-def test_ranks_of_which_one_died_within_torch_are_started_anew_once(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_ranks_restart_once_if_one_died_within_torch(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="runs once more, on new ranks"):
         assert ranks.run(2, _die_within_torch, tmp_path, 1) == [0, 1]
     with pytest.warns(UserWarning), pytest.raises(RankError, match="died with exit code -11"):
         ranks.run(2, _die_within_torch, tmp_path, 9)
 
 
-def test_groups_of_a_call_are_gone_in_the_next(ranks: Ranks) -> None:
+def test_groups_of_a_call_are_destroyed_before_the_next(ranks: Ranks) -> None:
     assert min(ranks.run(4, _make_a_mesh)) > 1
     assert ranks.run(4, _groups) == [1] * 4
 
@@ -131,5 +129,5 @@ def test_ranks_are_stopped_between_calls(ranks: Ranks) -> None:
 
 
 def _state(pid: int) -> str:
-    """The letter behind the process's name, which ends with the last bracket."""
+    """Return the process state letter, which follows the last bracket of the process name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""A resumed run reads the data that its checkpoint was trained on, and each sample once."""
+"""A resumed run reads the data of its checkpoint's training, and each sample once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def train_one(ranks: Ranks, folder: Path, *words: str) -> sessions.Ended:
-    (ended,) = sessions.train(ranks, 1, "zero3", *SAVED, *words, folder=folder)
+def train_one(ranks: Ranks, folder: Path, *words: str) -> sessions.RankResult:
+    (ended,) = sessions.train_on_ranks(ranks, 1, "zero3", *SAVED, *words, folder=folder)
     return ended
 
 
@@ -49,11 +49,11 @@ def change_one(path: Path) -> None:
     os.utime(path, ns=times)  # as a copy by rsync or cp --preserve
 
 
-def cut(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     np.save(path, np.load(path)[:-40])
 
 
-def lengthen(path: Path) -> None:
+def extend_file(path: Path) -> None:
     np.save(path, np.concatenate([np.load(path)] * 2))
 
 
@@ -61,11 +61,11 @@ def lengthen(path: Path) -> None:
     ("change", "finding"),
     [
         (change_one, "has changed"),
-        (cut, "has 858 bytes; it had 938 at the checkpoint"),
-        (lengthen, "has 1748 bytes; it had 938 at the checkpoint"),
+        (truncate_file, "has 858 bytes; it had 938 at the checkpoint"),
+        (extend_file, "has 1748 bytes; it had 938 at the checkpoint"),
     ],
 )
-def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
+def test_a_token_file_that_changed_is_rejected_and_accepted_on_request(
     ranks: Ranks, tmp_path: Path, tokens: Path, change: Callable[[Path], None], finding: str
 ) -> None:
     run, path = tmp_path / "run", f"data.path={tokens}"
@@ -85,9 +85,7 @@ def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
     assert again.code == 0, "the checkpoint of step 4 has the accepted file"
 
 
-def test_a_file_that_was_only_touched_or_moved_is_the_same(
-    ranks: Ranks, tmp_path: Path, tokens: Path
-) -> None:
+def test_a_touched_or_moved_file_is_accepted(ranks: Ranks, tmp_path: Path, tokens: Path) -> None:
     run = tmp_path / "run"
     assert train_one(ranks, run, f"data.path={tokens}", "train.steps=2").code == 0
     os.utime(tokens, ns=(0, 0))
@@ -99,7 +97,9 @@ def test_a_file_that_was_only_touched_or_moved_is_the_same(
     assert ended.code == 0 and "data.path: " in ended.output
 
 
-def test_a_mask_and_each_source_are_watched(ranks: Ranks, tmp_path: Path, tokens: Path) -> None:
+def test_changes_of_a_mask_and_of_each_source_are_detected(
+    ranks: Ranks, tmp_path: Path, tokens: Path
+) -> None:
     other, mask = tmp_path / "other.npy", tmp_path / "mask.npy"
     shutil.copy(tokens, other)
     np.save(mask, np.ones(len(np.load(tokens)), dtype=np.bool_))
@@ -115,7 +115,7 @@ def test_a_mask_and_each_source_are_watched(ranks: Ranks, tmp_path: Path, tokens
     assert "data.sources.0.path" not in ended.error
 
 
-def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_dataset_of_another_length_is_rejected(ranks: Ranks, tmp_path: Path) -> None:
     spec, run = tmp_path / "vision.yaml", tmp_path / "run"
     target = "tests.models_vision"
     sections = {
@@ -129,10 +129,10 @@ def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) ->
     }
     spec.write_text(json.dumps(sections))
 
-    def train_images(steps: int, count: int, *words: str) -> sessions.Ended:
+    def train_images(steps: int, count: int, *words: str) -> sessions.RankResult:
         given = (str(spec), "--allow-import", f"train.steps={steps}", *words)
         data = f"data.arguments={{count: {count}}}"
-        (ended,) = sessions.train(ranks, 1, *given, data, folder=run)
+        (ended,) = sessions.train_on_ranks(ranks, 1, *given, data, folder=run)
         return ended
 
     first = train_images(2, 200)
@@ -170,7 +170,7 @@ def record_samples(words: tuple[str, ...], folder: str) -> int:
 
     loop.read_batch = recorded  # type: ignore[assignment]
     try:
-        ended = sessions.of_no_launcher(words)
+        ended = sessions.train_without_launcher(words)
     finally:
         loop.read_batch = batch
     assert ended.code == 0, ended.error
@@ -197,7 +197,7 @@ def test_each_sample_is_seen_once_though_the_batch_changes_at_every_resume(
     )
 
 
-def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
+def test_a_checkpoint_without_samples_counts_steps_of_its_batch(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     earlier = Path(__file__).parents[1] / "fixtures" / "5a419e96"
@@ -206,13 +206,13 @@ def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
     assert (saved.step, saved.samples, saved.data) == (2, None, {})
     words = (f"data.path={earlier / 'tokens.npy'}", "batch.global=8", "train.steps=3")
     given = (str(earlier / "zero3" / "spec.resolved.yaml"), *words, "--resume", str(path))
-    ends = sessions.train(ranks, 2, *given, folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *given, folder=tmp_path / "run")
     assert [end.code for end in ends] == [0, 0], ends[0].error
     (path,) = manifest.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert manifest.read(path).samples == 2 * 4 + 8
 
 
-def steps_of(run: Path) -> list[int]:
+def steps_in_metrics(run: Path) -> list[int]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [row["step"] for row in map(json.loads, lines) if "loss" in row]
 
@@ -228,7 +228,7 @@ def test_metrics_have_each_step_once_after_a_resume_from_an_earlier_step(
         file.write('{"step": 6, "lo')  # as a rank leaves it that is killed in a write
     resumed = str(run / "checkpoints" / "step-00000002")
     assert train_one(ranks, run, *words, "train.steps=6", "--resume", resumed).code == 0
-    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert steps_in_metrics(run) == [1, 2, 3, 4, 5, 6]
     assert {step: jobs.losses(run)[step] for step in before} == before
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4, 6]

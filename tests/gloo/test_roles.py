@@ -1,5 +1,5 @@
-"""What storages are by what is done with them is what programs declare them as, and a program that
-declares one as another is caught."""
+"""Programs declare the state of each storage; the declaration matches its use, and a wrong
+declaration is detected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ MORE = (
 )
 
 
-def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, rule: str) -> Spec:
+def role_spec(
+    mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, rule: str
+) -> Spec:
     is_consumed = placement.get("dp_shard", "").endswith("M,R")
     optimizer: dict[str, Any] = {"name": rule, "lr": RATE, "clip": None if is_consumed else 1.0}
     mapping: dict[str, Any] = {
@@ -62,8 +64,8 @@ def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, 
     return require_runnable(load(mapping))
 
 
-def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
-    """Of the third step on this rank, its program declaring `fault` wrongly."""
+def find_roles(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
+    """Return the roles in the third step on this rank, with `fault` declared wrongly."""
     program = interpret(spec, world=World.join(spec.timeout))
     if fault:
         declare_wrongly(program, State(fault))
@@ -77,7 +79,7 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
 
 
 def declare_wrongly(program: Program, state: State) -> None:
-    """What is of `state` is said to be of the one behind it."""
+    """Temporarily declare tensors of `state` as the next state."""
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     said = states[(states.index(state) + 1) % len(states)]
     storages = program.storages
@@ -89,7 +91,7 @@ def declare_wrongly(program: Program, state: State) -> None:
     program.storages = declared  # type: ignore[method-assign]
 
 
-def ranks_of(mesh: Mapping[str, int]) -> int:
+def role_ranks(mesh: Mapping[str, int]) -> int:
     count = 1
     for degree in mesh.values():
         count *= degree
@@ -101,11 +103,11 @@ def ranks_of(mesh: Mapping[str, int]) -> int:
     [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)],
     ids=str,
 )
-def test_what_is_declared_is_what_storages_are_used_as(
+def test_declared_states_match_the_use_of_storages(
     ranks: Ranks, mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, rule: str
 ) -> None:
-    spec = spec_of(mesh, placement, layout, rule)
-    for rows in ranks.run(ranks_of(mesh), found, spec):
+    spec = role_spec(mesh, placement, layout, rule)
+    for rows in ranks.run(role_ranks(mesh), find_roles, spec):
         assert all(row.agrees for row in rows), rows
         seen = sum(row.nbytes for row in rows if row.role is not None)
         assert seen == sum(row.nbytes for row in rows), rows
@@ -115,10 +117,8 @@ def test_what_is_declared_is_what_storages_are_used_as(
 @pytest.mark.parametrize(
     "placement", ["zero3", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
 )
-def test_a_state_that_is_declared_as_another_is_caught(
-    ranks: Ranks, placement: str, state: str
-) -> None:
-    spec = spec_of({"dp_shard": 2}, {"dp_shard": placement}, "zero16", "adamw")
-    for rows in ranks.run(2, partial(found, fault=state), spec):
+def test_a_wrongly_declared_state_is_detected(ranks: Ranks, placement: str, state: str) -> None:
+    spec = role_spec({"dp_shard": 2}, {"dp_shard": placement}, "zero16", "adamw")
+    for rows in ranks.run(2, partial(find_roles, fault=state), spec):
         wrong = [row for row in rows if not row.agrees]
         assert wrong and {row.role for row in wrong} == {State(state)}

@@ -1,4 +1,5 @@
-"""Where tokens go is counted over all ranks as on one device, once, and beside the other meters."""
+"""Routed tokens are counted once over all ranks like on one device, without changing other
+meters."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ptrain.meters.routing import Placed, RoutingMeter, Rows, sum_histograms, su
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import ActivationSpec, Spec
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -26,8 +27,8 @@ PLACEMENTS = (
 )
 
 
-def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Placed]:
-    """What this rank counted in a steady step, what its other meters saw of it, and the counts of
+def count_on_rank(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Placed]:
+    """Return this rank's counts in a steady step, the other meters' readings, and the counts of
     each micro-batch."""
     program = interpret(spec)
     meter = RoutingMeter(program)
@@ -45,15 +46,18 @@ def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Pla
     return meter.rows(), measurement.estimate(), meter.choices()
 
 
-def layers_of(ranks: Ranks, spec: Spec) -> tuple[tuple[LayerRouting, ...], Histogram]:
-    rows, _, choices = zip(*ranks.run(spec.world_size, counted, spec), strict=True)
+def routed_layers(ranks: Ranks, spec: Spec) -> tuple[tuple[LayerRouting, ...], Histogram]:
+    rows, _, choices = zip(*ranks.run(spec.world_size, count_on_rank, spec), strict=True)
     return sum_routing(rows), sum_histograms(choices)
 
 
 @pytest.mark.parametrize(("placement", "besides"), PLACEMENTS)
-def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides) -> None:
-    spec = spec_of("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
-    (here, by_rank), (there, _) = layers_of(ranks, spec), layers_of(ranks, _of_one_device(spec))
+def test_all_ranks_have_the_counts_of_one_device(ranks: Ranks, placement, besides) -> None:
+    spec = expert_spec("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
+    (here, by_rank), (there, _) = (
+        routed_layers(ranks, spec),
+        routed_layers(ranks, _single_device_counts(spec)),
+    )
     choices = spec.batch.tokens * spec.model.experts_per_token
     assert len(here) == spec.model.layers
     assert all(sum(layer.tokens) == choices for layer in here)
@@ -71,10 +75,10 @@ def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides
         assert tuple(map(sum, zip(*counts, strict=True))) == layer.tokens
 
 
-def test_no_other_meter_sees_that_it_counts(ranks: Ranks) -> None:
-    spec = spec_of("capacity", {"dp_shard": "zero3"})
-    ((_, watched, _), *_) = ranks.run(2, counted, spec)
-    ((_, alone, _), *_) = ranks.run(2, _alone, spec)
+def test_counting_changes_no_other_meter(ranks: Ranks) -> None:
+    spec = expert_spec("capacity", {"dp_shard": "zero3"})
+    ((_, watched, _), *_) = ranks.run(2, count_on_rank, spec)
+    ((_, alone, _), *_) = ranks.run(2, _count_without_ranks, spec)
     assert (watched.memory, watched.peak, watched.traffic) == (
         alone.memory,
         alone.peak,
@@ -82,11 +86,11 @@ def test_no_other_meter_sees_that_it_counts(ranks: Ranks) -> None:
     )
 
 
-def _of_one_device(spec: Spec) -> Spec:
-    """The same training on one device, all samples in one micro-batch."""
+def _single_device_counts(spec: Spec) -> Spec:
+    """Return the counts of the same training on one device, with all samples in one micro-batch."""
     batch = replace(spec.batch, micro=spec.batch.global_samples, accumulate=1)
     return replace(spec, factors=(), batch=batch, activations=ActivationSpec())
 
 
-def _alone(spec: Spec) -> tuple[Rows, Estimate, Placed]:
-    return counted(spec, is_watched=False)
+def _count_without_ranks(spec: Spec) -> tuple[Rows, Estimate, Placed]:
+    return count_on_rank(spec, is_watched=False)

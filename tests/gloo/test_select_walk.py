@@ -1,4 +1,4 @@
-"""A walk at a small size: from a question to a placement that runs and is checked."""
+"""`ptrain select` at a small size: from a question to a placement that runs and is checked."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_a_winner_is_predicted_and_validated_on_ranks_of_gloo(
     searched = ["--cluster", "h100-8", "--devices", "2"]
     searched += ["--where", "tp=1", "--where", "pp=1", "--where", "micro<=2"]
     asked = ["select", "qwen3-0.6b", *TINY, *searched, "--exact", "2", "--out", "job.yaml"]
-    code, selected = jobs.run(asked, cwd=tmp_path)
+    code, selected = jobs.run_job(asked, cwd=tmp_path)
     assert code == 0, selected.error
     assert "derived with the model itself, traced" in selected.output
     for asked in (["predict", "job.yaml"], ["validate", "job.yaml", "device=cpu", "cluster=null"]):
-        code, job = jobs.run(asked, cwd=tmp_path)
+        code, job = jobs.run_job(asked, cwd=tmp_path)
         assert code == 0, job.error

@@ -1,4 +1,4 @@
-"""`ptrain selftest`: what it runs, what it writes, and when it fails."""
+"""`ptrain selftest`: its steps, its page, and its failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_machine_without_gpus_runs_two_ranks_and_writes_the_page(tmp_path, mon
 
 
 def _trainings(monkeypatch, *losses, fails=()):
-    """Trainings that only write these losses; those of `fails`, by number, raise."""
+    """Return a training that only writes these losses and raises for the numbers in `fails`."""
     written_losses, number = iter(losses), iter(range(len(losses)))
 
     def train(written, *, run_dir):
@@ -68,7 +68,7 @@ def test_after_a_spec_that_failed_the_next_one_runs(tmp_path, monkeypatch):
     assert "| ok | zero1 | 2 | as predicted |" in page
 
 
-def test_an_interrupted_test_leaves_what_it_has(tmp_path, monkeypatch):
+def test_an_interrupted_test_writes_its_results_so_far(tmp_path, monkeypatch):
     def result(spec, *_):
         if spec.name == "zero1":
             raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""What a rank does on fake ranks with fake tensors is what it does on gloo: the same state resides,
-the same is sent, and the peak is as high."""
+"""A rank on fake ranks with fake tensors has the memory, traffic and peaks of the same rank on
+gloo."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
 from ptrain.train.parts import FIRST_STEADY, setup_traffic
 from tests.gloo import context_cases, expert_cases
-from tests.gloo.matrix import simulated_alike
-from tests.gloo.test_exact import failing
+from tests.gloo.matrix import compare_simulation
+from tests.gloo.test_exact import failed_checks
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -39,43 +39,45 @@ OTHERS = [each for each in list_files("strategies") if each not in BY_DEFAULT]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_a_rank_on_fake_ranks_does_what_it_does_on_gloo(ranks: Ranks, strategy: str) -> None:
-    assert not differences(ranks, short(strategy, "model.layers=2", "batch.global=4"))
+def test_a_rank_on_fake_ranks_matches_the_rank_on_gloo(ranks: Ranks, strategy: str) -> None:
+    assert not differences(ranks, short_spec(strategy, "model.layers=2", "batch.global=4"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", OTHERS)
-def test_every_rank_of_every_strategy_does(ranks: Ranks, strategy: str) -> None:
-    assert not differences(ranks, short(strategy))
+def test_every_rank_of_every_strategy_matches_the_rank_on_gloo(ranks: Ranks, strategy: str) -> None:
+    assert not differences(ranks, short_spec(strategy))
 
 
 # What no strategy of tests/unit/test_simulation.py has: slices of the tokens, by how attention
 # reaches the others, and experts, whole and apart. On ranks they run in other modules, which
 # simulate every case at night (`Matrix.differences`).
 BESIDE: dict[str, Spec] = {
-    "ring": context_cases.spec_of("ring", states="S*,S,S", other={"dp_shard": "zero3"}),
-    "all-gather": context_cases.spec_of("all-gather", activations="M"),
-    "ulysses": context_cases.spec_of("ulysses", "llama", shape=DROPPED),
-    "zigzag, experts": expert_cases.spec_of(
+    "ring": context_cases.context_spec("ring", states="S*,S,S", other={"dp_shard": "zero3"}),
+    "all-gather": context_cases.context_spec("all-gather", activations="M"),
+    "ulysses": context_cases.context_spec("ulysses", "llama", shape=DROPPED),
+    "zigzag, experts": expert_cases.expert_spec(
         "capacity", {"cp": "S*,S,S,S"}, context={"attention": "zigzag"}
     ),
-    "experts apart in stages": expert_cases.spec_of("deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}),
+    "experts apart in stages": expert_cases.expert_spec(
+        "deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BESIDE)
-def test_the_last_rank_on_fake_ranks_does_what_was_derived(case: str) -> None:
-    assert not failing(simulated_alike(BESIDE[case]))
+def test_the_last_rank_on_fake_ranks_matches_the_prediction(case: str) -> None:
+    assert not failed_checks(compare_simulation(BESIDE[case]))
 
 
-def short(strategy: str, *shorter: str) -> Spec:
+def short_spec(strategy: str, *shorter: str) -> Spec:
     spec = load(strategy).spec
     consumes = any(factor.placement.gradients == M for factor in spec.factors)
     return resolve_auto(load(strategy, (*(ONCE if consumes else SHORT), *shorter)))
 
 
-def steady(spec: Spec) -> Estimate:
-    """What this rank measured of the third step, of which nothing but the program is kept."""
+def measure_third_step(spec: Spec) -> Estimate:
+    """Return this rank's measurement of the third step, in which only the program holds tensors."""
     program = interpret(spec, world=World.join(spec.timeout))
     source = open_corpus(spec.data)
     estimates = []
@@ -90,10 +92,10 @@ def steady(spec: Spec) -> Estimate:
 
 
 def differences(ranks: Ranks, spec: Spec) -> list[str]:
-    """Of all ranks."""
+    """Return the differences of all ranks."""
     return [
         f"rank {rank} {check.name}: {check.predicted} simulated, {check.measured} measured"
-        for rank, measured in enumerate(ranks.run(spec.world_size, steady, spec))
+        for rank, measured in enumerate(ranks.run(spec.world_size, measure_third_step, spec))
         for check in compare_estimates(simulate(spec, rank).estimate, measured)
         if check.predicted != check.measured
     ]

@@ -1,4 +1,5 @@
-"""Where a spec states where tokens go, fake ranks hold, send and compute what is predicted."""
+"""With routing stated in the spec, fake ranks have the predicted memory, traffic and
+computation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ptrain.spec.routing import Bound, Histogram, Routing, read_routing
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from ptrain.traces.facts import facts_of
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 
 pytestmark = pytest.mark.gloo
 
@@ -42,8 +43,8 @@ CASES: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (
 )
 
 
-def drawn(spec: Spec) -> Histogram:
-    """Draw counts, of some experts many."""
+def random_counts(spec: Spec) -> Histogram:
+    """Draw token counts, many for some experts."""
     draw, shape = random.Random(spec.world_size), spec.model
     assert isinstance(shape, ModelShape) and shape.experts is not None
     tokens = range(spec.batch.micro * spec.own_tokens)
@@ -69,7 +70,7 @@ def drawn(spec: Spec) -> Histogram:
     return stated
 
 
-def differing(spec: Spec, routing: Routing, rank: int) -> list[str]:
+def differing_checks(spec: Spec, routing: Routing, rank: int) -> list[str]:
     spec = replace(spec, routing=routing)
     exact = derive(spec, facts_of(spec)).exact
     assert exact.peak, "it is predicted"
@@ -85,7 +86,7 @@ def differing(spec: Spec, routing: Routing, rank: int) -> list[str]:
     ],
     ids=str,
 )
-def test_by_counts_and_at_worst(model, placement, more):
-    spec = spec_of(model, placement, **more)
-    assert not differing(spec, drawn(spec), spec.world_size - 1)
-    assert not differing(spec, Bound.WORST, 0)
+def test_stated_counts_and_the_worst_case_are_predicted(model, placement, more):
+    spec = expert_spec(model, placement, **more)
+    assert not differing_checks(spec, random_counts(spec), spec.world_size - 1)
+    assert not differing_checks(spec, Bound.WORST, 0)

@@ -1,5 +1,5 @@
-"""Operators cut over tp, alone and with every data placement, compute what one device computes, and
-cost what is predicted to the byte."""
+"""Operators sharded over tp, alone and with every data placement, compute the result of one device
+at exactly the predicted cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.tensor_cases import ACTIVATIONS, MODELS, factorizations, spec_of
+from tests.gloo.tensor_cases import ACTIVATIONS, MODELS, factorizations, tensor_spec
 from tests.gloo.tensor_runs import MATRIX
 from tests.ranks import Ranks
 
@@ -30,8 +30,9 @@ LAYOUTS: list[Any] = [
 
 
 def models() -> list[Any]:
-    """By default every model but gpt-untied once, on either degree, with every form of the
-    activations: gqa on as many ranks as it has keys, llama with R beside ZeRO-1 below."""
+    """Yield the cases. By default every model except gpt-untied runs once, on either degree, with
+    every activation mode: gqa on as many ranks as it has keys, llama with R together with
+    ZeRO-1."""
     default = {("llama", 2, "S"), ("gqa", 2, "R"), ("gpt", 2, "R")}
     default |= {("gqa", 4, "S*")}
     cases = [*product(MODELS, [2], ACTIVATIONS), *product(["gqa", "gpt-untied"], [4], ACTIVATIONS)]
@@ -39,11 +40,11 @@ def models() -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "degree", "activations"), models())
-def test_a_cut_model_is_exact_and_equals_one_device(
+def test_a_tensor_parallel_model_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, degree: int, activations: str
 ) -> None:
     accumulate = 2 if degree == 2 else 1  # four ranks share two cores
-    spec = spec_of(model, activations=activations, degree=degree, accumulate=accumulate)
+    spec = tensor_spec(model, activations=activations, degree=degree, accumulate=accumulate)
     assert not MATRIX.differences(ranks, spec)
 
 
@@ -60,7 +61,7 @@ def test_a_cut_model_is_exact_and_equals_one_device(
 def test_other_plans_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, tensor: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(model, tensor=tensor, shape={"vocab": 260}))
+    assert not MATRIX.differences(ranks, tensor_spec(model, tensor=tensor, shape={"vocab": 260}))
 
 
 @pytest.mark.parametrize("activations", ["S", nightly("S*")])
@@ -69,7 +70,9 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     ranks: Ranks, data: str, activations: str
 ) -> None:
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
-    assert not MATRIX.differences(ranks, spec_of("gpt", activations=activations, data={axis: data}))
+    assert not MATRIX.differences(
+        ranks, tensor_spec("gpt", activations=activations, data={axis: data})
+    )
 
 
 # ZeRO-3 runs by default above, of gpt with slices of tokens; tp alone in the first test.
@@ -81,10 +84,12 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     ],
     ids=str,
 )
-def test_every_factorization_of_four_ranks(
+def test_every_factorization_of_four_ranks_with_tp_is_exact_and_equals_one_device(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(data=data, degrees=degrees, degree=degrees["tp"]))
+    assert not MATRIX.differences(
+        ranks, tensor_spec(data=data, degrees=degrees, degree=degrees["tp"])
+    )
 
 
 @pytest.mark.nightly
@@ -98,12 +103,12 @@ def test_every_factorization_of_four_ranks(
     ],
     ids=str,
 )
-def test_every_factorization_of_eight_ranks(
+def test_every_factorization_of_eight_ranks_with_tp_is_exact_and_equals_one_device(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str], activations: str
 ) -> None:
     cut = {"activations": activations, "degrees": degrees, "degree": degrees["tp"]}
     shape = {"heads": 8, "kv_heads": 8, "vocab": 260}
-    assert not MATRIX.differences(ranks, spec_of(data=data, accumulate=1, shape=shape, **cut))
+    assert not MATRIX.differences(ranks, tensor_spec(data=data, accumulate=1, shape=shape, **cut))
 
 
 @pytest.mark.parametrize(("model", "layout", "activations", "data"), LAYOUTS, ids=str)
@@ -112,5 +117,5 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
 ) -> None:
     batch = {"global": 8 if data else 4, "micro": 2, "sequence": 16}
     precision = {"layout": layout}
-    spec = spec_of(model, activations=activations, data=data, precision=precision, batch=batch)
+    spec = tensor_spec(model, activations=activations, data=data, precision=precision, batch=batch)
     assert not MATRIX.differences(ranks, spec)

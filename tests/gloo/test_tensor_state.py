@@ -1,4 +1,5 @@
-"""What crosses the edge of the tensor axis: checkpoints, overflows, norms and counts of tokens."""
+"""State that ranks of tp share outside of operators: checkpoints, overflows, norms and token
+counts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
-from tests.gloo.tensor_cases import spec_of
-from tests.gloo.test_checkpoint import STEPS, load_saved, step, whole
+from tests.gloo.tensor_cases import tensor_spec
+from tests.gloo.test_checkpoint import STEPS, full_state, load_saved, step
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -45,8 +46,8 @@ def program_of(spec: Spec) -> Program:
     return interpret(spec, world=World.join(spec.timeout))
 
 
-def placed(name: str, layout: str) -> Spec:
-    return spec_of("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
+def placed_spec(name: str, layout: str) -> Spec:
+    return tensor_spec("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
 
 
 def save_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
@@ -54,7 +55,7 @@ def save_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     for index in range(STEPS):
         step(program, index)
     checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
-    return whole(program)
+    return full_state(program)
 
 
 def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, layout: str
 ) -> None:
-    first, second = placed(saved, layout), placed(loaded, layout)
+    first, second = placed_spec(saved, layout), placed_spec(loaded, layout)
     before = ranks.run(first.world_size, save_on_ranks, first, str(tmp_path))[0]
     after = ranks.run(second.world_size, load_on_ranks, second, str(tmp_path))[0]
     assert before.keys() == after.keys()
@@ -74,24 +75,24 @@ def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
 
 
 def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
-    """Two steps, the second with an infinite gradient on the last rank alone."""
+    """Train two steps, the second with an infinite gradient on the last rank only."""
     program = program_of(spec)
     assert program.scaling is not None
     program.scaling.scale.fill_(1024.0)
     step(program, 0)
-    before = whole(program)
+    before = full_state(program)
     is_last = program.world.rank == program.world.size - 1
     reduce = program.wrapped.reduce_gradients
 
     def reduce_and_explode() -> None:
-        """After everything is summed, so that no other rank hears of it by a sum."""
+        """Plant the value after the reduction, so that no other rank receives it."""
         reduce()
         if is_last:
             program.gradients()[-1].view(-1)[0] = float("inf")
 
     program.wrapped.reduce_gradients = reduce_and_explode  # type: ignore[method-assign]
     step(program, 1)
-    after = whole(program)
+    after = full_state(program)
     return {
         "changed": [name for name in before if not torch.equal(before[name], after[name])],
         "scale": float(program.scaling.scale),
@@ -100,14 +101,14 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*map(nightly, ("tp-zero1", "tp", "tp-4", "tp-zero3"))])
 def test_an_overflow_on_the_last_rank_skips_the_step_on_all_ranks(ranks: Ranks, name: str) -> None:
-    spec = placed(name, "fp16")
+    spec = placed_spec(name, "fp16")
     for seen in ranks.run(spec.world_size, overflow_on_the_last_rank, spec):
         assert seen["changed"] == ["scaling.scale", "scaling.growth_tracker"]
         assert seen["scale"] == 512.0
 
 
-def gradient_places(spec: Spec) -> list[str]:
-    """Which parameters' gradients keep more storage than the rank's slice of them."""
+def oversized_gradients(spec: Spec) -> list[str]:
+    """Return the parameters whose gradients keep more storage than the rank's shard."""
     program = program_of(spec)
     source: list[str] = []
     program.step = lambda *_: None  # type: ignore[method-assign, assignment, return-value]
@@ -122,14 +123,15 @@ def gradient_places(spec: Spec) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["tp-4", nightly("tp")])
-def test_no_gradient_keeps_more_than_its_slice(ranks: Ranks, name: str) -> None:
-    """Of the whole vocabulary's gradient that backward makes, a rank's rows alone stay."""
-    spec = placed(name, "fp32")
-    assert ranks.run(spec.world_size, gradient_places, spec) == [[]] * spec.world_size
+def test_no_gradient_keeps_more_than_its_shard(ranks: Ranks, name: str) -> None:
+    """Of the full vocabulary's gradient that backward computes, only a rank's rows stay in
+    memory."""
+    spec = placed_spec(name, "fp32")
+    assert ranks.run(spec.world_size, oversized_gradients, spec) == [[]] * spec.world_size
 
 
-def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
-    """After three steps, what this rank keeps of the tensors that every rank of tp has whole."""
+def replicated_tensors(spec: Spec) -> dict[str, torch.Tensor]:
+    """Return this rank's copies of the tensors replicated over tp, after three steps."""
     program = program_of(spec)
     for index in range(3):
         step(program, index)
@@ -147,11 +149,9 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name", [nightly("tp"), "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")]
 )
-def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
-    ranks: Ranks, name: str, layout: str
-) -> None:
-    spec = placed(name, layout)
-    held = ranks.run(spec.world_size, whole_tensors, spec)
+def test_replicated_tensors_stay_bitwise_equal(ranks: Ranks, name: str, layout: str) -> None:
+    spec = placed_spec(name, layout)
+    held = ranks.run(spec.world_size, replicated_tensors, spec)
     assert len(held[0]) == 15  # of 5 norms weight and bias, positions, 4 biases of row operators
     degree = spec.degree(Axis.TP)
     for rank, mine in enumerate(held):

@@ -1,5 +1,5 @@
-"""Theorem 7 and Remark 4, read off what the traffic meter saw: which ranks have the same stages,
-whose gradients are summed, and from whom to whom activations went."""
+"""Theorem 7 and Remark 4, checked on the traffic meter's records: the ranks of equal stages, the
+reduced gradients, and the senders and receivers of activations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptrain.plan.composition import are_consecutive, are_within, have_one_of_eac
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
-from tests.gloo.pipeline_cases import SIZES, spec_of
+from tests.gloo.pipeline_cases import SIZES, pipeline_spec
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -37,7 +37,7 @@ Groups = list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the meter counted, the ranks of its group, and of a message the other end."""
+    """A metered call with the ranks of its group, and the peer of a message."""
 
     traffic: Traffic
     ranks: tuple[int, ...]
@@ -49,41 +49,41 @@ class Call:
 
     @property
     def is_sum_of_gradients(self) -> bool:
-        """Of clipping there are scalars besides."""
+        """Return True for a gradient reduction; clipping sums scalars."""
         is_gradient = self.traffic.key.state is State.GRADIENTS
         return is_gradient and self.traffic.payload_bytes > SCALAR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One rank's account of a steady step."""
+class StepRecord:
+    """One rank's record of a steady step."""
 
     rank: int
     stages: tuple[int, ...]
     calls: tuple[Call, ...]
 
 
-def watch(spec: Spec) -> Seen:
-    """Some steps on this rank, with the meters on the last of them."""
+def record_step(spec: Spec) -> StepRecord:
+    """Train some steps on this rank with the meters on the last of them."""
     program = interpret(spec, world=World.join(spec.timeout))
     for step in range(STEPS):
         local = local_batch(program, open_corpus(spec.data), step)
         with measure(program) if step == STEPS - 1 else nullcontext() as measurement:
-            ends = _ends(measurement) if measurement else []
+            ends = _group_and_peer(measurement) if measurement else []
             program.forward_backward(local)
             program.step(1e-3)
     assert measurement is not None
     assert isinstance(program.wrapped, StagedModel)
     counted = zip(measurement.traffic.calls(), ends, strict=True)
-    return Seen(
+    return StepRecord(
         rank=program.world.rank,
         stages=tuple(part.index for part in program.wrapped.parts),
         calls=tuple(Call(traffic=row, ranks=ranks, peer=peer) for row, (ranks, peer) in counted),
     )
 
 
-def _ends(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
-    """Fills with the group's ranks and the peer of each call that the meter counts."""
+def _group_and_peer(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
+    """Record the group's ranks and the peer of each metered call."""
     found: list[tuple[tuple[int, ...], int | None]] = []
     count: Callable[..., None] = measurement.traffic._record_collective
 
@@ -98,20 +98,20 @@ def _ends(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
     return found
 
 
-def replicas(seen: Sequence[Seen]) -> Groups:
-    """The ranks that have the same stages."""
+def replicas(seen: Sequence[StepRecord]) -> Groups:
+    """Return the ranks that have the same stages."""
     found: dict[tuple[int, ...], list[int]] = {}
     for each in seen:
         found.setdefault(each.stages, []).append(each.rank)
     return sorted(map(tuple, found.values()))
 
 
-def sums_of_gradients(seen: Sequence[Seen]) -> Groups:
+def sums_of_gradients(seen: Sequence[StepRecord]) -> Groups:
     return sorted({call.ranks for each in seen for call in each.calls if call.is_sum_of_gradients})
 
 
-def pipelines(seen: Sequence[Seen]) -> Groups:
-    """Who hears of whom, by messages."""
+def pipelines(seen: Sequence[StepRecord]) -> Groups:
+    """Return the groups of ranks that are connected by messages."""
     of_rank = {each.rank: {each.rank} for each in seen}
     for one, other in messages(seen):
         joined = of_rank[one] | of_rank[other]
@@ -119,7 +119,7 @@ def pipelines(seen: Sequence[Seen]) -> Groups:
     return sorted({tuple(sorted(group)) for group in of_rank.values()})
 
 
-def messages(seen: Sequence[Seen]) -> Iterator[tuple[int, int]]:
+def messages(seen: Sequence[StepRecord]) -> Iterator[tuple[int, int]]:
     for each in seen:
         for call in each.calls:
             if call.peer is not None:
@@ -130,17 +130,18 @@ def follow(stages: Sequence[int], others: Sequence[int]) -> bool:
     return any(abs(stage - other) == 1 for stage in stages for other in others)
 
 
-def breaks_7_1(seen: Sequence[Seen]) -> bool:
+def breaks_7_1(seen: Sequence[StepRecord]) -> bool:
     return not are_consecutive(replicas(seen))
 
 
-def breaks_7_2(seen: Sequence[Seen]) -> bool:
+def breaks_7_2(seen: Sequence[StepRecord]) -> bool:
     groups = sums_of_gradients(seen)
     return not groups or not are_within(groups, replicas(seen))
 
 
-def breaks_7_3(seen: Sequence[Seen]) -> bool:
-    """Messages are activations, between neighbours of one pipeline, and nothing else is one."""
+def breaks_7_3(seen: Sequence[StepRecord]) -> bool:
+    """Return violations of condition 3: messages are activations between neighbours of one
+    pipeline."""
     calls = [call for each in seen for call in each.calls if call.is_message]
     stages = {each.rank: each.stages for each in seen}
     return (
@@ -171,8 +172,8 @@ PP_INSIDE = [
 def test_with_pp_outside_all_conditions_hold_of_the_calls_that_ran(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
-    seen: list[Seen] = ranks.run(4, watch, spec)
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, data=data)
+    seen: list[StepRecord] = ranks.run(4, record_step, spec)
     assert replicas(seen) == sums_of_gradients(seen) == [(0, 1), (2, 3)]
     assert pipelines(seen) == [(0, 2), (1, 3)]
     assert not breaks_7_1(seen) and not breaks_7_2(seen) and not breaks_7_3(seen)
@@ -187,8 +188,8 @@ def test_with_pp_outside_all_conditions_hold_of_the_calls_that_ran(
 def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
-    seen: list[Seen] = ranks.run(4, watch, spec)
+    spec = pipeline_spec("gqa", schedule, mesh=mesh, data=data)
+    seen: list[StepRecord] = ranks.run(4, record_step, spec)
     assert replicas(seen) == sums_of_gradients(seen) == [(0, 2), (1, 3)]
     assert pipelines(seen) == [(0, 1), (2, 3)]
     assert breaks_7_1(seen) and not breaks_7_2(seen) and not breaks_7_3(seen)
@@ -204,11 +205,13 @@ def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
     ],
     ids=str,
 )
-def test_no_gradient_but_a_tied_tensors_crosses_stages(
+def test_only_the_gradient_of_a_tied_tensor_crosses_stages(
     ranks: Ranks, schedule: str, mesh: dict[str, int], ends: Groups
 ) -> None:
-    """Of a V both ends are on one rank, and nothing crosses at all."""
-    seen: list[Seen] = ranks.run(4, watch, spec_of("gpt-tied", schedule, mesh=mesh))
+    """In a V schedule both ends are on one rank, and no gradient crosses."""
+    seen: list[StepRecord] = ranks.run(
+        4, record_step, pipeline_spec("gpt-tied", schedule, mesh=mesh)
+    )
     crossing = [
         call
         for each in seen
@@ -225,7 +228,9 @@ def test_no_gradient_but_a_tied_tensors_crosses_stages(
 @pytest.mark.nightly
 def test_theorems_6_and_7_hold_together_on_eight_ranks(ranks: Ranks) -> None:
     mesh = {"pp": 2, "dp_shard": 2, "tp": 2}
-    seen: list[Seen] = ranks.run(8, watch, spec_of("gqa", mesh=mesh, activations="S"))
+    seen: list[StepRecord] = ranks.run(
+        8, record_step, pipeline_spec("gqa", mesh=mesh, activations="S")
+    )
     tensor = sorted({c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("tp",)})
     data = sorted(
         {c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("dp_shard",)}
@@ -236,12 +241,12 @@ def test_theorems_6_and_7_hold_together_on_eight_ranks(ranks: Ranks) -> None:
     assert pipelines(seen) == [(0, 4), (1, 5), (2, 6), (3, 7)] and not breaks_7_3(seen)
 
 
-def _with_groups(seen: Seen, ranks: tuple[int, ...]) -> Seen:
-    """As if every sum had been over these."""
+def _with_groups(seen: StepRecord, ranks: tuple[int, ...]) -> StepRecord:
+    """Return records in which every sum has these groups."""
     calls = tuple(c if c.is_message else replace(c, ranks=ranks) for c in seen.calls)
     return replace(seen, calls=calls)
 
 
-def _with_peers(seen: Seen, peers: dict[int, int]) -> Seen:
+def _with_peers(seen: StepRecord, peers: dict[int, int]) -> StepRecord:
     calls = tuple(replace(c, peer=peers[seen.rank]) if c.is_message else c for c in seen.calls)
     return replace(seen, calls=calls)

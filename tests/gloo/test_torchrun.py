@@ -1,4 +1,4 @@
-"""torchrun, on one node and on two, trains exactly what ranks train that it has not started."""
+"""torchrun, on one node and on two, trains exactly like ptrain's launcher."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture(scope="module")
-def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Of ranks that torchrun has not started."""
+def pool_losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses of ranks that torchrun has not started."""
     folder = tmp_path_factory.mktemp("pool") / "run"
-    assert [end.code for end in sessions.train(ranks, 2, *SPEC, folder=folder)] == [0, 0]
+    assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SPEC, folder=folder)] == [0, 0]
     return jobs.losses(folder)
 
 
@@ -36,16 +36,16 @@ def free_port() -> int:
 
 
 @pytest.mark.nightly  # by default ptrain starts two such agents, below
-def test_torchrun_standalone_gives_the_same_losses(tmp_path, losses):
+def test_torchrun_standalone_gives_the_same_losses(tmp_path, pool_losses):
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
-    code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
+    code, job = jobs.run_job([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
     assert code == 0, job.error
-    assert jobs.losses(tmp_path / "run") == losses
+    assert jobs.losses(tmp_path / "run") == pool_losses
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
 
 
 @pytest.mark.parametrize("module", ["ptrain", pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
-def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses, module):
+def test_two_agents_as_two_nodes_give_the_same_losses(tmp_path, pool_losses, module):
     agent = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
     agent += ["-m", "ptrain.train"]
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
@@ -57,14 +57,16 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
             stack.enter_context(jobs.job(words, cwd=tmp_path, module=module)) for _ in range(2)
         ]
         while any(job.process.poll() is None for job in agents):
-            addresses = addresses.union(*(jobs.listening(job.process.pid) for job in agents))
+            addresses = addresses.union(
+                *(jobs.listening_addresses(job.process.pid) for job in agents)
+            )
             time.sleep(0.5)
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]
     said = "".join(job.output for job in agents)
     assert said.count("rank 1 of 2 run") == 1 and said.count("verdict: ") == 1
     assert module == TORCHRUN or addresses == {"127.0.0.1"}
-    assert jobs.losses(tmp_path / "run") == losses
+    assert jobs.losses(tmp_path / "run") == pool_losses
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {
         "rank0.log",
         "rank1.log",
@@ -73,7 +75,7 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, victim):
+def test_two_agents_resume_their_run_after_a_rank_is_killed(tmp_path, victim):
     spec = ("zero3", *jobs.TINY, "train.steps=60", "checkpoint.every=20", "--run-dir", "run")
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     words = ["train", *spec, *meeting, "--rdzv-id", "0123456789abcdef", "--max-restarts", "2"]
@@ -90,9 +92,9 @@ def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, 
     assert list(jobs.losses(tmp_path / "run")) == list(range(1, 61))
 
 
-def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
+def test_too_few_ranks_are_rejected_once_with_both_numbers(ranks, tmp_path):
     words = ("zero3", "mesh.dp_shard=4", "--run-dir", str(tmp_path / "run"))
-    ends = ranks.run(2, sessions.as_torchrun_starts, words)
+    ends = ranks.run(2, sessions.train_as_torchrun, words)
     assert [end.code for end in ends] == [2, 2]
     lines = "\n".join(end.error for end in ends).splitlines()
     assert sum("needs 4 ranks, but 2 were started" in line for line in lines) == 1, lines

@@ -1,5 +1,5 @@
-"""A training with trackers: rank 0 alone gives them all, a continuation goes on with the same
-tracked run, and one that fails ends nothing. The libraries are stand-ins that write down calls."""
+"""A training with trackers: only rank 0 calls them, a resumed run continues the tracked run, and a
+tracker failure does not stop the training. The libraries are stubs that record calls."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ Settings = dict
 """
 
 
-def train_with_libraries(cwd: str, words: tuple[str, ...]) -> sessions.Ended:
+def train_with_libraries(cwd: str, words: tuple[str, ...]) -> sessions.RankResult:
     """Train on this rank, in a folder whose `libraries` come before all installed ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
         patch.syspath_prepend(str(Path(cwd, "libraries")))
         for name in ("mlflow", "wandb"):
             patch.delitem(sys.modules, name, raising=False)
-        return sessions.as_torchrun_starts(words)
+        return sessions.train_as_torchrun(words)
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Two steps, and a third in a continuation; what both printed."""
+def train_and_resume(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Train two steps and a third after resuming; return the output of both."""
     cwd = tmp_path_factory.mktemp("tracked")
     libraries = cwd / "libraries"
     libraries.mkdir()
@@ -74,8 +74,8 @@ def calls(cwd: Path, name: str) -> list[tuple[str, list, dict]]:
     return [(rank, given, named) for called, rank, given, named in rows if called == name]
 
 
-def test_rank_0_alone_gives_every_step_once(trained):
-    cwd, _ = trained
+def test_only_rank_0_logs_each_step_once(train_and_resume):
+    cwd, _ = train_and_resume
     metrics = calls(cwd, "log_metrics")
     assert {rank for rank, _, _ in metrics} == {"0"}
     assert [named["step"] for _, _, named in metrics] == [1, 2, 3]
@@ -89,30 +89,30 @@ def test_rank_0_alone_gives_every_step_once(trained):
     ]
 
 
-def test_what_was_predicted_is_beside_the_spec(trained):
-    cwd, _ = trained
+def test_the_prediction_is_logged_with_the_spec(train_and_resume):
+    cwd, _ = train_and_resume
     (parameters,) = [given[0] for _, given, _ in calls(cwd, "log_params")]
     assert parameters["train.steps"] == "2" and parameters["mesh.dp_shard"] == "2"
     assert int(parameters["predicted.peak_bytes"]) > int(parameters["predicted.parameters_bytes"])
     assert int(parameters["predicted.sent_bytes"]) > 0
 
 
-def test_a_continuation_goes_on_with_the_tracked_run(trained):
-    cwd, _ = trained
+def test_a_resumed_run_continues_the_tracked_run(train_and_resume):
+    cwd, _ = train_and_resume
     assert [named["run_id"] for _, _, named in calls(cwd, "start_run")] == [None, "the-run"]
     assert len({path.parents[1] for path in (cwd / "runs").glob("2*/trackers/mlflow")}) == 2
 
 
-def test_the_verdict_is_the_last_word(trained):
-    cwd, printed = trained
+def test_the_verdict_is_logged_last(train_and_resume):
+    cwd, printed = train_and_resume
     verdicts = [given for _, given, _ in calls(cwd, "set_tag")]
     assert verdicts[1] == ["verdict", "none"], "a steady step is the third of a run"
     assert [given for _, given, _ in calls(cwd, "end_run")] == 2 * [["FINISHED"]]
     assert printed.count("no verdict") == 2
 
 
-def test_a_tracker_without_its_servers_is_one_warning(trained):
-    _, printed = trained
+def test_a_tracker_without_its_servers_is_one_warning(train_and_resume):
+    _, printed = train_and_resume
     lines = [line for line in printed.splitlines() if "wandb" in line]
     assert len(lines) == 2, "one of each training"
     assert all("ConnectionError: no route to its servers" in line for line in lines)

@@ -1,4 +1,4 @@
-"""`ptrain train` as a user runs it: what it prints, what it leaves behind, how it is continued."""
+"""`ptrain train` as a user runs it: its output, its run folder, and resuming."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Continued:
 
 
 def train(cwd: Path, spec: str, *more: str) -> tuple[int, jobs.Job]:
-    return jobs.run(["train", spec, *jobs.TINY, *more], cwd=cwd, is_forked=True)
+    return jobs.run_job(["train", spec, *jobs.TINY, *more], cwd=cwd, is_forked=True)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """zero1 on two ranks in fp64, saved every four steps, profiled once, evaluated once."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Train zero1 on two ranks in fp64, saved every four steps, profiled once, evaluated once."""
     cwd = tmp_path_factory.mktemp("training")
     code, job = train(
         cwd,
@@ -65,41 +65,43 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def continued(finished: Finished, ranks: Ranks) -> Continued:
-    """The same run continued from step 8 as zero3 on four ranks; only the record is printed."""
-    folder = finished.folder.parents[1] / "continued"
+def continued_run(finished_run: Finished, ranks: Ranks) -> Continued:
+    """Continue the run from step 8 as zero3 on four ranks, printing only the record."""
+    folder = finished_run.folder.parents[1] / "continued"
     wanted = ("zero3", *jobs.TINY, EXACT, OF_FOUR, f"train.steps={STEPS + 2}", "mesh.dp_shard=4")
-    saved = str(finished.folder / "checkpoints" / "step-00000008")
-    first, *others = sessions.train(ranks, 4, *wanted, "--resume", saved, "--json", folder=folder)
+    saved = str(finished_run.folder / "checkpoints" / "step-00000008")
+    first, *others = sessions.train_on_ranks(
+        ranks, 4, *wanted, "--resume", saved, "--json", folder=folder
+    )
     assert {end.code for end in (first, *others)} == {0}, first.error
     assert not any(end.output for end in others)
     return Continued(folder=folder, output=first.output)
 
 
-def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(finished):
-    lines = finished.job.output.splitlines()
+def test_a_training_prints_the_plan_the_prediction_and_every_logged_step(finished_run):
+    lines = finished_run.job.output.splitlines()
     assert lines[0].startswith("zero1 · ")
     assert "2 ranks gloo/cpu · batch 8 = 1 micro × 4 accumulated × 2 data" in lines[0]
     assert lines[1].startswith("preflight  peak ")
     assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == STEPS
-    assert finished.job.error == ""
+    assert finished_run.job.error == ""
 
 
-def test_a_training_ends_with_predicted_measured_and_a_verdict(finished):
-    lines = finished.job.output.splitlines()
+def test_a_training_ends_with_predicted_measured_and_a_verdict(finished_run):
+    lines = finished_run.job.output.splitlines()
     assert any("predicted" in line and "measured" in line for line in lines)
     assert lines[-3].startswith("verdict: holds ") and lines[-3].endswith(" · runs/latest")
     assert lines[-1] == "Next: ptrain verify runs/latest"
 
 
-def test_the_loss_falls(finished):
-    found = jobs.losses(finished.folder)
+def test_the_loss_falls(finished_run):
+    found = jobs.losses(finished_run.folder)
     assert list(found) == list(range(1, STEPS + 1))
     assert found[STEPS] < found[1] - 0.3
 
 
-def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finished):
-    names = {path.name for path in finished.folder.iterdir()}
+def test_the_run_folder_has_the_files_to_repeat_and_read_the_run(finished_run):
+    names = {path.name for path in finished_run.folder.iterdir()}
     assert names == {
         "spec.resolved.yaml",
         "env.json",
@@ -112,69 +114,74 @@ def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finis
     }
     digest = open_corpus(DataSpec()).digest()
     assert (
-        f"corpus  python-docs, digest {digest}" in (finished.folder / "logs/rank0.log").read_text()
+        f"corpus  python-docs, digest {digest}"
+        in (finished_run.folder / "logs/rank0.log").read_text()
     )
-    assert (finished.folder / "command.txt").read_text().startswith("ptrain train zero1 ")
-    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert (finished_run.folder / "command.txt").read_text().startswith("ptrain train zero1 ")
+    summary = json.loads((finished_run.folder / "summary.json").read_text())
     assert summary["spec"] == "zero1"
     assert summary["run"]["steps"] == STEPS
     assert math.isfinite(summary["run"]["held_out_loss"])
     assert {row["column"] for row in summary["memory"]} >= {"paper", "exact", "measured"}
 
 
-def test_the_resolved_spec_is_the_spec_that_ran(finished):
-    again = require_runnable(load(finished.folder / "spec.resolved.yaml"))
+def test_the_resolved_spec_is_the_spec_that_ran(finished_run):
+    again = require_runnable(load(finished_run.folder / "spec.resolved.yaml"))
     assert again.train.steps == STEPS
-    assert again.resolved == yaml.safe_load((finished.folder / "spec.resolved.yaml").read_text())
+    assert again.resolved == yaml.safe_load(
+        (finished_run.folder / "spec.resolved.yaml").read_text()
+    )
 
 
-def test_the_environment_is_recorded_by_an_allow_list(finished):
-    recorded = json.loads((finished.folder / "env.json").read_text())
+def test_the_environment_is_recorded_by_an_allow_list(finished_run):
+    recorded = json.loads((finished_run.folder / "env.json").read_text())
     assert {"PATH", "HOME", "PYTHONPATH"}.isdisjoint(recorded["environment"])
     assert recorded["versions"]["torch"]
 
 
-def test_a_run_folder_is_its_owners_alone(finished):
-    for path in (finished.folder.resolve(), *finished.folder.rglob("*")):
+def test_a_run_folder_is_private_to_its_owner(finished_run):
+    for path in (finished_run.folder.resolve(), *finished_run.folder.rglob("*")):
         allowed = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) & ~allowed == 0, path
 
 
-def test_every_rank_has_a_log_and_a_trace_of_the_profiled_step(finished):
-    assert {path.name for path in (finished.folder / "logs").iterdir()} == {
+def test_every_rank_has_a_log_and_a_trace_of_the_profiled_step(finished_run):
+    assert {path.name for path in (finished_run.folder / "logs").iterdir()} == {
         "rank0.log",
         "rank1.log",
     }
-    assert {path.name for path in (finished.folder / "trace").iterdir()} == {
+    assert {path.name for path in (finished_run.folder / "trace").iterdir()} == {
         "rank0-step4.json.gz",
         "rank1-step4.json.gz",
     }
 
 
-def test_checkpoints_are_whole_and_one_per_interval_and_at_the_end(finished):
-    folders = sorted(path.name for path in (finished.folder / "checkpoints").iterdir())
+def test_checkpoints_are_complete_and_one_per_interval_and_at_the_end(finished_run):
+    folders = sorted(path.name for path in (finished_run.folder / "checkpoints").iterdir())
     assert folders == ["step-00000004", "step-00000008", "step-00000010"]
 
 
-def test_zero1_on_two_ranks_continues_as_zero3_on_four_with_equal_losses(finished, continued):
-    before, after = jobs.losses(finished.folder), jobs.losses(continued.folder)
+def test_zero1_on_two_ranks_continues_as_zero3_on_four_with_equal_losses(
+    finished_run, continued_run
+):
+    before, after = jobs.losses(finished_run.folder), jobs.losses(continued_run.folder)
     assert list(after) == [9, 10, 11, 12]
     for step in (9, 10):
         # fp64; only the order of sums differs between two and four ranks
         assert after[step] == pytest.approx(before[step], rel=1e-12)
 
 
-def test_json_prints_the_record_and_nothing_else(continued):
-    record = json.loads(continued.output)
+def test_json_prints_only_the_record(continued_run):
+    record = json.loads(continued_run.output)
     assert record["spec"] == "zero3"
     assert record["world_size"] == 4
-    assert record == json.loads((continued.folder / "summary.json").read_text())
+    assert record == json.loads((continued_run.folder / "summary.json").read_text())
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(ranks, tmp_path):
     diverging = ("optimizer.lr=1.0e+6", "optimizer.weight_decay=1000")  # p grows 1e8 times a step
     wanted = ("zero3", *jobs.TINY, *diverging, "train.steps=9")
-    for end in sessions.train(ranks, 2, *wanted, folder=tmp_path / "run"):
+    for end in sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run"):
         assert end.code == 4, end.error
         assert "the loss is nan" in end.error or "the loss is inf" in end.error
         assert "remedy" in end.error
@@ -191,7 +198,7 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
         ranks = job.ranks()
         job.process.send_signal(number)
         assert job.wait(60) == (130 if number is signal.SIGINT else 143)
-        assert jobs.gone(list(ranks.values()))
+        assert jobs.have_ended(list(ranks.values()))
     assert f"interrupted by {number.name}" in job.output
     again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
     assert again in job.output
@@ -199,30 +206,30 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
     assert [path.name[:5] for path in saved] == ["step-"]
 
 
-def in_a_group(folder: str) -> tuple[int, bool]:
-    """A training on ranks that somebody else has brought together."""
+def train_in_existing_group(folder: str) -> tuple[int, bool]:
+    """Train on ranks whose process group exists already."""
     words = ("zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet")
-    return sessions.trained(words).code, dist.is_initialized()
+    return sessions.train_on_rank(words).code, dist.is_initialized()
 
 
 def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
-    assert ranks.run(2, in_a_group, str(tmp_path / "run")) == [(0, True), (0, True)]
+    assert ranks.run(2, train_in_existing_group, str(tmp_path / "run")) == [(0, True), (0, True)]
     assert len(jobs.losses(tmp_path / "run")) == 2
 
 
-def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(ranks, tmp_path):
+def test_a_users_model_trains_only_if_its_import_is_allowed(ranks, tmp_path):
     own = "{target: tests.models_external:necks, arguments: {hidden: 16}}"
     wanted = ("zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4")
-    code, job = jobs.run(["train", *wanted], cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(["train", *wanted], cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "--allow-import" in job.error
     assert not (tmp_path / "runs").exists()
-    end = sessions.train(ranks, 2, *wanted, "--allow-import", folder=tmp_path / "run")[0]
+    end = sessions.train_on_ranks(ranks, 2, *wanted, "--allow-import", folder=tmp_path / "run")[0]
     assert end.code == 0, end.error
     assert "verdict: holds" in end.output
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
+def test_a_folder_that_cannot_be_written_is_rejected_before_a_rank_starts(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     code, job = train(tmp_path, "zero3", "--run-dir", str(blocked / "run"))
@@ -231,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
+def test_a_run_folder_that_is_in_use_is_rejected(tmp_path):
     used = tmp_path / "used"
     used.mkdir()
     (used / "metrics.jsonl").write_text("")
@@ -241,9 +248,9 @@ def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
     assert [path.name for path in used.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
+def test_a_spec_that_does_not_fit_is_rejected_before_a_rank_starts(tmp_path):
     asked = ["train", "zero3", "model.preset=llama3-8b"]
-    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(asked, cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "does not fit" in job.error
     assert not (tmp_path / "runs").exists()
@@ -254,10 +261,10 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
     ["ptrain", pytest.param("ptrain.train", marks=pytest.mark.nightly)],
     ids=["parent", "one rank alone"],
 )
-def test_what_only_a_rank_can_refuse_leaves_no_run_folder(tmp_path, module):
+def test_a_spec_that_only_a_rank_can_reject_leaves_no_run_folder(tmp_path, module):
     asked = ["zero3", *jobs.TINY, "mesh.dp_shard=1", "data.path=none.npy"]
     verb = ["train"] if module == "ptrain" else []
-    code, job = jobs.run([*verb, *asked], cwd=tmp_path, module=module, is_forked=True)
+    code, job = jobs.run_job([*verb, *asked], cwd=tmp_path, module=module, is_forked=True)
     assert code == 2
     assert job.error.startswith("error: data.path: none.npy: ")
     assert "\n  remedy: " in job.error

@@ -1,4 +1,5 @@
-"""Units of every size: calls, bytes and peaks are predicted, and training is that of one device."""
+"""Wrap units of every size: calls, bytes and peaks are predicted, and training equals one
+device."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 from ptrain.cost import Collective, Phase
-from tests.gloo.cases import LAYOUTS, Case, named
+from tests.gloo.cases import LAYOUTS, Case, strategy_case
 from tests.gloo.outcomes import Outcome, Runs
-from tests.gloo.test_exact import failing, require_complete
+from tests.gloo.test_exact import failed_checks, require_complete
 from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
 
@@ -29,49 +30,50 @@ FLAT = (
 )
 
 
-def flat(size: int, **settings: Any) -> Case:
-    """A tuple that runs as flat units which are gathered for use."""
+def flat_tuple(size: int, **settings: Any) -> Case:
+    """Return a tuple that runs as flat units with gathered parameters."""
     return Case(name="flat", placement=(("dp_shard", FLAT),), size=size, **settings)
 
 
-def of_each_wrap(unit: str) -> tuple[Case, Case]:
-    """On replicas alone nothing goes by unit, and a size of units is refused there."""
+def wrapper_cases(unit: str) -> tuple[Case, Case]:
+    """Yield one case per wrapper. Replicas alone have no units, and a unit size is rejected
+    there."""
     settings = {"fp64": True, "unit": unit, "layers": LAYERS}
-    return named("zero3", 2, **settings), flat(2, **settings)
+    return strategy_case("zero3", 2, **settings), flat_tuple(2, **settings)
 
 
-def others() -> Iterator[Case]:
-    """All models, layouts, K and N; without `layers`, a model has its own two."""
+def other_cases() -> Iterator[Case]:
+    """Yield all models, layouts, K and N; by default a model has its default number of layers."""
     names = ("zero1", "zero2", "zero3", "zero3-keep", "hsdp", "flat")
     for unit, name, layout, model in product(UNITS, names, LAYOUTS, ("odd", "tied", "external")):
         settings = {"unit": unit, "layout": layout, "accumulate": 4, "model": model}
-        yield flat(4, **settings) if name == "flat" else named(name, 4, **settings)
+        yield flat_tuple(4, **settings) if name == "flat" else strategy_case(name, 4, **settings)
 
 
 def require_exact(outcome: Outcome) -> None:
-    """To the byte, the peak too."""
+    """Require equality to the byte, including the peak."""
     require_complete(outcome)
-    assert not failing(outcome.checks)
+    assert not failed_checks(outcome.checks)
     for check in outcome.checks:
         if check.name.startswith("peak"):
             assert abs(check.predicted - check.measured) <= LOSS_BYTES, check
 
 
-@pytest.mark.parametrize("case", [case for unit in UNITS for case in of_each_wrap(unit)], ids=str)
+@pytest.mark.parametrize("case", [case for unit in UNITS for case in wrapper_cases(unit)], ids=str)
 def test_units_of_every_size_are_predicted_and_equal_one_device(runs: Runs, case: Case) -> None:
     outcome = runs.of(case)
     require_exact(outcome)
-    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+    assert not failed_checks(compare_runs(runs.reference(case), outcome.trajectory, FP64))
 
 
 @pytest.mark.parametrize(("strategy", "bucket"), [("zero1", "whole"), ("zero2", "400 KiB")])
 def test_units_that_fill_a_bucket_are_predicted_and_equal_one_device(
     runs: Runs, strategy: str, bucket: str
 ) -> None:
-    case = named(strategy, 2, fp64=True, layers=LAYERS, accumulate=2, bucket=bucket)
+    case = strategy_case(strategy, 2, fp64=True, layers=LAYERS, accumulate=2, bucket=bucket)
     outcome = runs.of(case)
     require_exact(outcome)
-    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+    assert not failed_checks(compare_runs(runs.reference(case), outcome.trajectory, FP64))
     measured = outcome.reports[0].measured
     assert measured is not None
     gathers = (row for row in measured.traffic if row.key.collective is Collective.ALL_GATHER)
@@ -80,7 +82,7 @@ def test_units_that_fill_a_bucket_are_predicted_and_equal_one_device(
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_step_gathers_each_unit_twice_and_reduces_it_once(runs: Runs, unit: str) -> None:
-    for case in of_each_wrap(unit):
+    for case in wrapper_cases(unit):
         measured = runs.of(case).reports[0].measured
         assert measured is not None
         calls = {Collective.ALL_GATHER: 0, Collective.REDUCE_SCATTER: 0}
@@ -92,7 +94,7 @@ def test_a_step_gathers_each_unit_twice_and_reduces_it_once(runs: Runs, unit: st
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", list(others()), ids=str)
+@pytest.mark.parametrize("case", list(other_cases()), ids=str)
 def test_units_of_every_size_are_predicted_on_every_model_and_layout(
     runs: Runs, case: Case
 ) -> None:

@@ -1,7 +1,6 @@
-"""Tuples that no strategy names run like any other: drawn from Theta x Omega x G on the data axes.
+"""Tuples without a strategy name run like any other: drawn from Theta x Omega x G on the data axes.
 
-The draw changes from run to run; its seed is in the test's name and PTRAIN_SEED sets it.
-"""
+The draw changes from run to run; its seed is in the test's name and PTRAIN_SEED sets it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import pytest
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Placement
-from tests.gloo.rows import DIALS, ROWS, Setting, default
+from tests.gloo.rows import DIALS, ROWS, Setting, default_setting
 from tests.gloo.test_rows import differences
 from tests.ranks import Ranks
 
@@ -28,17 +27,17 @@ GRADIENTS = ("R", "S", "S*", "M", "O", "S@file")
 AXES = (("dp_replicate",), ("dp_shard",), ("dp_replicate", "dp_shard"))
 
 
-def named() -> set[tuple[tuple[str, Placement], ...]]:
-    """The tuples of all strategies, by axis."""
+def named_tuples() -> set[tuple[tuple[str, Placement], ...]]:
+    """Return the tuples of all strategies, by axis."""
     specs = [load(name).spec for name in list_files("strategies")]
     return {
         tuple((factor.axis.value, factor.placement) for factor in spec.factors) for spec in specs
     }
 
 
-def unnamed(draw: random.Random) -> Iterator[Setting]:
-    """Legal ones without end, each with dials of its own where they are legal."""
-    taken = named()
+def unnamed_tuples(draw: random.Random) -> Iterator[Setting]:
+    """Yield legal tuples without end, each with random legal options."""
+    taken = named_tuples()
     seen: set[str] = set()
     while True:
         axes = draw.choice(AXES)
@@ -51,7 +50,7 @@ def unnamed(draw: random.Random) -> Iterator[Setting]:
             continue
         seen.add(row)
         ROWS.setdefault(row, placement)
-        setting = default(row).with_dials(
+        setting = default_setting(row).with_dials(
             layout=draw.choice(DIALS["layout"]), clip=draw.choice((1.0, None)), fp64=True
         )
         if not setting.is_legal():
@@ -64,12 +63,12 @@ def unnamed(draw: random.Random) -> Iterator[Setting]:
         yield setting
 
 
-_DRAW = unnamed(random.Random(SEED))
+_DRAW = unnamed_tuples(random.Random(SEED))
 _DRAWN: list[Setting] = []
 
 
 def setting(place: int) -> Setting:
-    """Drawn when first asked for: each takes a second."""
+    """Return the setting of an index, drawn on first use: each takes a second."""
     while len(_DRAWN) <= place:
         _DRAWN.append(next(_DRAW))
     return _DRAWN[place]

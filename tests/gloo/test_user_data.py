@@ -1,5 +1,4 @@
-"""Losses, steps and samples of the user's own on ranks: bytes as predicted, figures as one
-device's."""
+"""User losses, steps and samples on ranks: bytes are exact, and values equal one device."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import run
-from tests.gloo.test_exact import failing
-from tests.models_foreign import NANO_PLAN
+from tests.gloo.matrix import run_spec
+from tests.gloo.test_exact import failed_checks
+from tests.models_from_outside import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
@@ -35,7 +34,7 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
-def vision(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
+def vision_spec(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
     written = {
         "name": "vision",
         "model": {"target": f"{VISION}:vit"},
@@ -63,9 +62,9 @@ NIGHTLY = pytest.mark.nightly
         pytest.param("zero3", BY_STEP, marks=NIGHTLY),
     ],
 )
-def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
-    result = run(ranks, vision(axis, sections))
-    assert not failing((*result.checks, *result.against))
+def test_images_with_labels_train_like_on_one_device(ranks: Ranks, axis, sections):
+    result = run_spec(ranks, vision_spec(axis, sections))
+    assert not failed_checks((*result.checks, *result.against))
 
 
 SHAPE = {"family": "llama", "layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 260}
@@ -86,7 +85,7 @@ AXES_OF_LOGITS: dict[str, dict[str, Any]] = AXES | {
 }
 
 
-def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
+def z_loss_spec(model: str, axis: str, **more: Any) -> Spec:
     written = {
         "name": "z-loss",
         "model": MODELS[model],
@@ -112,12 +111,12 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
         ("loss", "pp"),
     ],
 )
-def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks, section, axis):
+def test_a_function_may_view_its_batch_at_the_predicted_cost(ranks: Ranks, section, axis):
     names = {"loss": "viewed", "step": "viewed_step"}
     without = {"loss": None} if section == "step" else {}
     function = {"target": f"tests.models_losses:{names[section]}"}
-    result = run(ranks, with_z_loss("built in", axis, **without, **{section: function}))
-    assert not failing((*result.checks, *result.against))
+    result = run_spec(ranks, z_loss_spec("built in", axis, **without, **{section: function}))
+    assert not failed_checks((*result.checks, *result.against))
 
 
 @NIGHTLY
@@ -125,17 +124,17 @@ def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks,
     ("model", "axis"),
     [(model, axis) for model in MODELS for axis in AXES_OF_LOGITS],
 )
-def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
-    result = run(ranks, with_z_loss(model, axis))
-    assert not failing((*result.checks, *result.against))
+def test_a_users_loss_equals_one_device_on_every_axis(ranks: Ranks, model, axis):
+    result = run_spec(ranks, z_loss_spec(model, axis))
+    assert not failed_checks((*result.checks, *result.against))
 
 
 @NIGHTLY
-def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Ranks):
+def test_a_loss_inside_the_model_receives_full_logits(ranks: Ranks):
     written = {
         "name": "own-loss",
         "model": {
-            "target": "tests.models_foreign:nano",
+            "target": "tests.models_from_outside:nano",
             "arguments": {"loss": True, "layers": 2},
         },
         "mesh": {"tp": 2},
@@ -144,20 +143,20 @@ def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Rank
         "precision": {"layout": "fp32", "compute": "fp64"},
         "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
         "tensor": {"plan": NANO_PLAN},
-        "step": {"target": "tests.models_foreign:loss_of"},
+        "step": {"target": "tests.models_from_outside:loss_of"},
     }
-    result = run(ranks, require_runnable(load(written)))
-    assert not failing((*result.checks, *result.against))
+    result = run_spec(ranks, require_runnable(load(written)))
+    assert not failed_checks((*result.checks, *result.against))
 
 
 @NIGHTLY
 @pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
-def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
+def test_images_train_with_sharded_operators(ranks: Ranks, sections):
     """Between the blocks a sample has nine patches and the class token."""
     axis = {"mesh": {"tp": 2}, "placement": "tp"}
     batch = {"global": 8, "micro": 2, "sequence": VECTORS}
-    result = run(ranks, vision("zero2", sections | axis, batch=batch))
-    assert not failing((*result.checks, *result.against))
+    result = run_spec(ranks, vision_spec("zero2", sections | axis, batch=batch))
+    assert not failed_checks((*result.checks, *result.against))
 
 
 @pytest.mark.parametrize(
@@ -170,15 +169,15 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     ],
     ids=["step", "loss", "loss-zero3", "step-zero3"],
 )
-def test_images_go_through_stages(ranks: Ranks, sections, shards):
+def test_images_train_in_stages(ranks: Ranks, sections, shards):
     placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
     axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
-    result = run(ranks, vision("zero2", sections | axis))
-    assert not failing((*result.checks, *result.against))
+    result = run_spec(ranks, vision_spec("zero2", sections | axis))
+    assert not failed_checks((*result.checks, *result.against))
 
 
-def refusal(spec: Spec) -> str:
-    """The message with which this rank refuses."""
+def refusal_message(spec: Spec) -> str:
+    """Return this rank's rejection message."""
     try:
         interpret(spec, world=World.join(spec.timeout), allow_import=True)
     except SpecError as error:
@@ -186,8 +185,8 @@ def refusal(spec: Spec) -> str:
     return ""
 
 
-def test_samples_that_differ_by_process_are_refused_on_every_rank(ranks: Ranks):
+def test_samples_that_differ_by_process_are_rejected_on_every_rank(ranks: Ranks):
     items = {"target": "tests.models_losses:items", "arguments": {"how": "by process"}}
-    first, *others = ranks.run(2, refusal, with_z_loss("built in", "zero2", data=items))
+    first, *others = ranks.run(2, refusal_message, z_loss_spec("built in", "zero2", data=items))
     assert others == [first]
     assert "data.target: sample 39 has different values on rank 1 and rank 0" in first

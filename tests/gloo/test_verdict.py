@@ -1,4 +1,4 @@
-"""`ptrain validate`, and what a verdict does to exit codes: 0 when it holds, 1 when it fails."""
+"""`ptrain validate`, and the exit codes of verdicts: 0 if it holds, 1 if it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = [word for word in jobs.TINY if not word.startswith(("model", "log"))]
 
 @pytest.mark.nightly  # by default one that fails is validated, below
 def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tmp_path):
-    code, job = jobs.run(
+    code, job = jobs.run_job(
         ["validate", "zero1", "zero3", *jobs.TINY, "mesh.dp_shard=1"], cwd=tmp_path
     )
     assert code == 0, job.error
@@ -30,9 +30,9 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
     assert not any(tmp_path.iterdir())
 
 
-def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
+def test_a_failed_verdict_exits_1_and_lists_the_differences(tmp_path):
     asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
-    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
+    code, job = jobs.run_job(asked, cwd=tmp_path, is_forked=True)
     assert code == 1, job.error
     record = json.loads(job.output)
     assert record["verdict"] == "fails"
@@ -41,20 +41,20 @@ def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "expected"), [([], 0), (["--strict"], 1)], ids=str)
-def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, option, expected):
+def test_a_training_exits_1_for_its_verdict_only_on_request(ranks, tmp_path, option, expected):
     wanted = ("ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option)
-    ends = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    ends = sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run")
     assert {end.code for end in ends} == {expected}, ends[0].error
     assert "verdict: fails" in ends[0].output
     assert "fails: memory activations rank 0" in ends[0].output
 
 
-def test_what_a_spec_for_gpus_drops_out_is_a_processors_where_it_is_trained_on_one(ranks, tmp_path):
-    """Samples of one token are in no table, so that the model is traced for it."""
+def test_a_gpu_spec_uses_cpu_dropout_if_trained_on_a_cpu(ranks, tmp_path):
+    """Samples of one token are in no table, so the model is traced for the CPU."""
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     batch = "batch={global: 4, micro: 2, sequence: 1}"
     wanted = ("ddp", model, batch, "cluster.preset=h100-8", "train.steps=4")
-    (end, _) = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    (end, _) = sessions.train_on_ranks(ranks, 2, *wanted, folder=tmp_path / "run")
     assert "verdict: holds" in end.output, end.output + end.error
 
 

@@ -1,5 +1,5 @@
-"""The wire: what the kernel counted on the ranks' own sockets, axis by axis, is what was predicted
-for the backend, within 0.1 % where tensors are larger than 1 MiB."""
+"""Bytes on the wire: the kernel's counts of the ranks' sockets, by axis, equal the backend's
+prediction within 0.1 % for tensors larger than 1 MiB."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import facts_of
-from tests.gloo.runs import judged, train
+from tests.gloo.runs import expected_estimates, train_on_rank
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -40,7 +40,7 @@ AXES = {
 }
 
 
-def spec_of(strategy: str, size: int, via: str) -> Spec:
+def wire_spec(strategy: str, size: int, via: str) -> Spec:
     axes = AXES.get(strategy, ("dp_shard",))
     overrides = [*LARGE, f"batch.global={size}", f"reduce_scatter={via}"]
     if strategy in CONTEXT:  # 512 KiB of keys and of values on a rank
@@ -63,11 +63,11 @@ def spec_of(strategy: str, size: int, via: str) -> Spec:
         *(pytest.param(name, 4, "native", marks=pytest.mark.nightly) for name in CONTEXT),
     ],
 )
-def test_the_kernel_counts_what_was_predicted(
+def test_the_kernel_counts_the_predicted_bytes(
     ranks: Ranks, strategy: str, size: int, via: str
 ) -> None:
-    spec = spec_of(strategy, size, via)
-    reports = ranks.run(size, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    spec = wire_spec(strategy, size, via)
+    reports = ranks.run(size, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
     exact = derive(spec, facts_of(spec)).exact
@@ -101,15 +101,15 @@ ROUTED = (
         ("ep", ("model.capacity_factor=1.25",)),
     ],
 )
-def test_the_kernel_counts_what_was_predicted_of_rows_that_travel_to_experts(
+def test_the_kernel_counts_the_predicted_bytes_of_expert_rows(
     ranks: Ranks, strategy: str, more: tuple[str, ...]
 ) -> None:
-    """Without a capacity by what the routers chose in the measured step."""
+    """Without a capacity the prediction uses the routing of the measured step."""
     spec = require_runnable(load(strategy, (*ROUTED, *more)))
-    reports = ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    reports = ranks.run(4, train_on_rank, spec, MEASURED_STEP + 1, MEASURED_STEP)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
-    exact = judged(derive(spec, facts_of(spec)), reports, MEASURED_STEP)
+    exact = expected_estimates(derive(spec, facts_of(spec)), reports, MEASURED_STEP)
     rows = wire_rows(exact, measured)
     assert [row.axes for row in rows] == [("ep",)]
     assert 0 < rows[0].measured_bytes / rows[0].predicted_bytes - 1 < TOLERANCE
@@ -125,14 +125,14 @@ def _sent_over_one_axis(size: int) -> tuple[dict[tuple[str, ...], int], str]:
     return {row.axes: row.sent_bytes for row in meter.rows()}, meter.absent
 
 
-def test_bytes_are_of_the_axis_whose_group_moved_them(ranks: Ranks) -> None:
+def test_bytes_are_attributed_to_the_axis_of_their_group(ranks: Ranks) -> None:
     for sent, absent in ranks.run(4, _sent_over_one_axis, 2**20):
         assert not absent
         assert sent[("dp_replicate",)] == 0
         assert sent[("dp_shard",)] == pytest.approx(2**20, rel=TOLERANCE)
 
 
-def _closed() -> tuple[int, str]:
+def _count_closed_group() -> tuple[int, str]:
     group = dist.new_group()
     with WireMeter({group.group_name: ("world",)}, rank=dist.get_rank()) as meter:
         dist.destroy_process_group(group)
@@ -140,14 +140,14 @@ def _closed() -> tuple[int, str]:
     return len(meter.rows()), meter.absent
 
 
-def test_a_connection_that_is_gone_is_told_and_nothing_is_counted(ranks: Ranks) -> None:
-    for rows, absent in ranks.run(2, _closed):
+def test_a_closed_connection_is_reported_and_not_counted(ranks: Ranks) -> None:
+    for rows, absent in ranks.run(2, _count_closed_group):
         assert rows == 0
         assert "closed" in absent
 
 
-def test_what_was_not_measured_has_no_row() -> None:
-    exact = derive(spec := spec_of("ddp", 2, "native"), facts_of(spec)).exact
+def test_unmeasured_axes_have_no_row() -> None:
+    exact = derive(spec := wire_spec("ddp", 2, "native"), facts_of(spec)).exact
     reason = {"wire": "nccl does not use sockets"}
     measured = Estimate(column=Column.MEASURED, world_size=2, undefined=reason)
     assert wire_rows(exact, measured) == ()

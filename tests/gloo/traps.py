@@ -1,4 +1,4 @@
-"""Two things that accelerate is asked for and silently does not do, told by meters on its model.
+"""Two requests that accelerate silently ignores, detected by meters on its model.
 
 1. Sharding on a CPU: with `cpu=True` an FSDP plugin is dropped, and DDP trains.
 2. A wrap policy in the form that torch documents, `functools.partial(transformer_auto_wrap_policy,
@@ -40,8 +40,8 @@ STEPS = 3  # the third is steady
 
 
 @dataclass(frozen=True)
-class Trapped:
-    """One rank's account: what ran, and the checks of the third step."""
+class TrapReport:
+    """One rank's report: the wrapper that ran, and the checks of the third step."""
 
     ran: str
     checks: tuple[Check, ...]
@@ -81,16 +81,17 @@ ACCELERATORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def spec_of_all() -> Spec:
-    """What is asked for in all three: FSDP2 by block, gathered units kept until backward."""
+def requested_spec() -> Spec:
+    """Return the spec that all three scripts request: FSDP2 per block, with units kept unsharded
+    until backward."""
     from ptrain.algebra.legality import require_runnable
     from ptrain.spec.load import load
 
     return require_runnable(load("zero3-keep", OVERRIDES))
 
 
-def ask(which: str) -> Trapped:
-    """On one rank: the model wrapped by accelerate, trained for three steps, the last measured."""
+def train_with_accelerate(which: str) -> TrapReport:
+    """Train the model wrapped by accelerate for three steps on this rank and measure the last."""
     import torch.distributed as dist
     import torch.nn.functional as F
 
@@ -98,7 +99,7 @@ def ask(which: str) -> Trapped:
     from ptrain.train.comparison import compare
 
     environment(dist.get_rank())
-    accelerator, spec = ACCELERATORS[which](), spec_of_all()
+    accelerator, spec = ACCELERATORS[which](), requested_spec()
     plain = built(spec)
     model, optimizer = prepared(accelerator, plain, adamw(spec, plain))
     rows_of = own_samples(spec)
@@ -114,10 +115,10 @@ def ask(which: str) -> Trapped:
         optimizer.zero_grad()
     with measure(model, optimizer=optimizer) as measurement:
         step(STEPS - 1)
-    return Trapped(_what_ran(model), compare(spec, measurement).checks)
+    return TrapReport(_executed_wrapper(model), compare(spec, measurement).checks)
 
 
-def _what_ran(model: nn.Module) -> str:
+def _executed_wrapper(model: nn.Module) -> str:
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,5 +1,5 @@
-"""Loops whose update has one fault, from the first step on or from a later one: optimizers in two
-groups, clipping, master copies, gradients that are added up by hand."""
+"""Loops with one fault in the update, from the first step on or later: optimizers with two groups,
+clipping, master copies, and manually accumulated gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import ptrain
 from ptrain.codec import encode
 from ptrain.verification.jobs.job import LoopVerdict
-from tests.gloo.own_loops import MICRO_BATCHES, WRAPPERS, batches, built, mean_loss, part_of
+from tests.gloo.own_loops import (
+    MICRO_BATCHES,
+    WRAPPERS,
+    batches,
+    build_model,
+    local_rows,
+    mean_loss,
+)
 
 CLIP = 0.05  # far below the norm of the first gradients
 LATE = 2  # steps: moments have their history
 STEPS = LATE + 1
 
 
-def local(tensor: Any) -> Tensor:
-    """What this rank has of it."""
+def local_tensor(tensor: Any) -> Tensor:
+    """Return the local shard of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Loop:
-    """The sound loop; a fault overrides a part of it, which is called with the number of the
-    step."""
+    """The correct loop. A faulty loop overrides one of its methods, which receives the step
+    number."""
 
     since = 0  # the step from which the fault is there
 
@@ -57,13 +64,13 @@ class Loop:
         return total
 
     def clip(self) -> None:
-        """Nothing is clipped."""
+        """Clip nothing."""
 
     def fault(self) -> None:
-        """Nothing is wrong."""
+        """Plant nothing."""
 
     def after(self) -> None:
-        """Nothing is done after the update."""
+        """Do nothing after the update."""
 
     def step(self, tokens: Tensor) -> Tensor:
         total = self.backward(tokens)
@@ -103,7 +110,7 @@ class MomentsOfZeros(Loop):
     def fault(self) -> None:
         if self.number == self.since and dist.get_rank() == 1:
             for state in self.states():
-                local(state["exp_avg"]).zero_()
+                local_tensor(state["exp_avg"]).zero_()
 
 
 class StepLost(Loop):
@@ -141,7 +148,7 @@ class ClippedByGroupLate(ClippedByGroup):
 
 
 class ClippedByAllCopies(Clipped):
-    """The squares are summed over ranks that hold copies of each other."""
+    """A loop that sums the squares over ranks that hold copies of each other."""
 
     def clip(self) -> None:
         gradients = [p.grad for p in self.model.parameters()]
@@ -174,7 +181,7 @@ class WrittenAfter(Loop):
     @torch.no_grad()
     def after(self) -> None:
         if self.number == LATE and dist.get_rank() == 1:
-            local(self.model.get_parameter(self.name)).mul_(0.5)
+            local_tensor(self.model.get_parameter(self.name)).mul_(0.5)
 
     @property
     def name(self) -> str:
@@ -182,7 +189,7 @@ class WrittenAfter(Loop):
 
 
 class Masters(Loop):
-    """The model is in 16 bits, its optimizer has copies of 32."""
+    """A loop with a 16-bit model whose optimizer has 32-bit copies."""
 
     def built(self) -> torch.optim.Optimizer:
         self.masters = [p.detach().float() for p in self.model.parameters()]
@@ -207,15 +214,15 @@ class RebuiltMasters(Masters):
             master.copy_(parameter)
 
 
-class Plain(Loop):
-    """One group."""
+class SingleGroup(Loop):
+    """A loop with one parameter group."""
 
     def built(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
 
-class Zero(Loop):
-    """A rank updates some of the parameters, and the others are brought to it."""
+class ZeroOptimizer(Loop):
+    """A loop in which each rank updates some parameters and broadcasts them."""
 
     rate = 1e-2
 
@@ -224,12 +231,13 @@ class Zero(Loop):
         return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=self.rate)
 
 
-class ZeroOfOtherRate(Zero):
+class ZeroOfOtherRate(ZeroOptimizer):
     rate = 2e-2
 
 
-class ByNorm(torch.optim.Optimizer):
-    """A step of the same length for every whole tensor: a shard does not tell it."""
+class NormalizedStep(torch.optim.Optimizer):
+    """An optimizer that takes steps of equal length for every full tensor, which a shard does not
+    determine."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -247,7 +255,7 @@ class Even(Loop):
     rate = 1e-2
 
     def built(self) -> torch.optim.Optimizer:
-        return ByNorm(self.model.parameters(), self.rate)
+        return NormalizedStep(self.model.parameters(), self.rate)
 
 
 class EvenOfOtherRate(Even):
@@ -256,7 +264,7 @@ class EvenOfOtherRate(Even):
 
 @dataclass(frozen=True)
 class Case:
-    """`sound` on one device, `faulty` on the ranks."""
+    """A pair of loops: `sound` on one device, `faulty` on the ranks."""
 
     faulty: Callable[[nn.Module], Loop]
     sound: Callable[[nn.Module], Loop] = Loop
@@ -281,31 +289,31 @@ CASES = {
     "other rate on one rank": Case(OtherRateOnOneRank),
     "written after": Case(WrittenAfter),
 }
-# Of what a rank's piece does not tell all.
+# A rank's shard does not determine this update.
 APART = {
     "clip by copies": Case(ClippedByAllCopies, Clipped),
-    "zero": Case(Zero, Plain),
-    "zero of another rate": Case(ZeroOfOtherRate, Plain),
+    "zero": Case(ZeroOptimizer, SingleGroup),
+    "zero of another rate": Case(ZeroOfOtherRate, SingleGroup),
     "by norm": Case(Even, Even),
     "by norm of another rate": Case(EvenOfOtherRate, Even),
 }
 
 
-def judged(way: str, name: str) -> LoopVerdict:
+def verify_case(way: str, name: str) -> LoopVerdict:
     case = (CASES | APART)[name]
-    model = built(case.dtype)
+    model = build_model(case.dtype)
     plain = copy.deepcopy(model)
     pair = case.sound(plain), case.faulty(WRAPPERS[way](model))
     jobs = [ptrain.Job(model=loop.model, step=loop.step) for loop in pair]
     terms = ptrain.Terms(examined=STEPS)
-    return ptrain.verify(*jobs, batches(STEPS), share=part_of(way), terms=terms)
+    return ptrain.verify(*jobs, batches(STEPS), share=local_rows(way), terms=terms)
 
 
 def verdicts(way: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """What tests ask of each case's verdict, as plain data."""
+    """Return the fields of each case's verdict that tests read, as plain data."""
     results = {}
     for name in names:
-        verdict = judged(way, name)
+        verdict = verify_case(way, name)
         root_cause = verdict.root_cause
         results[name] = {
             "holds": verdict.holds,

@@ -1,4 +1,4 @@
-"""What the context axis costs, in closed form: a second opinion beside the derivation.
+"""The cost of the context axis in closed form, independent of the derivation.
 
 Counted from what the variants mean, of one layer, one micro-batch and one rank. s tokens of a
 sample, b samples, n_q heads and n_kv of keys and values on the rank (of those that tp leaves it), d
@@ -31,18 +31,18 @@ from ptrain.steps.step import ContextParallel
 
 Exchange = tuple[Collective, Phase]
 Exchanged = tuple[int, int]  # calls, and the bytes that a rank sends in all of them
-_ACCUMULATED = 4  # bytes: sums of gradients are in fp32, or in what the model computes in if wider
+_ACCUMULATED = 4  # bytes: sums of gradients are in fp32, or in the compute dtype if wider
 
 
 def tokens(step: ContextParallel) -> int:
-    """Return how many tokens of a sample a rank has."""
+    """Return the number of tokens per sample on a rank."""
     return step.sequence // (step.ulysses * step.ring)
 
 
-def exchanged(spec: Spec, step: ContextParallel) -> Mapping[Exchange, Exchanged] | None:
-    """Return what a layer sends over cp in a micro-batch, by collective and phase: calls, and bytes
-    that leave the rank. A hop of a ring is an all-to-all all of which goes to the next rank. None
-    for a model that is not built in."""
+def layer_exchange(spec: Spec, step: ContextParallel) -> Mapping[Exchange, Exchanged] | None:
+    """Return a layer's traffic over cp in a micro-batch by collective and phase: calls and sent
+    bytes. A hop of a ring is an all-to-all that sends everything to the next rank. None for a user
+    model."""
     if not isinstance(spec.model, ModelShape):
         return None
     sums: dict[Exchange, Exchanged] = {}
@@ -60,7 +60,7 @@ def _exchanges(
     theta, kappa = queries(spec, shape, step), keys_and_values(spec, shape, step)
     both = Phase.FORWARD, Phase.BACKWARD
     if ulysses > 1:
-        for phase in both:  # q, k, v there; what was attended to back
+        for phase in both:  # q, k, v sent; the attention output returned
             size = (2 * theta + kappa) * (ulysses - 1) // ulysses
             yield Collective.ALL_TO_ALL, phase, 4, size
     if step.gathers:
@@ -74,15 +74,15 @@ def _exchanges(
         yield Collective.ALL_TO_ALL, Phase.BACKWARD, ring, home
 
 
-def edges(spec: Spec, step: ContextParallel) -> Exchanged:
-    """Return what all micro-batches of a step gather of where documents begin or end."""
+def document_traffic(spec: Spec, step: ContextParallel) -> Exchanged:
+    """Return the traffic that gathers document starts and ends for all micro-batches of a step."""
     ranks, count = step.ulysses * step.ring, spec.batch.accumulate
     return count, count * (ranks - 1) * spec.batch.micro * tokens(step)
 
 
 def keys_and_values(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return kappa, the bytes of a rank's keys and values in a layer, of grouped heads as they are:
-    but the ranks of Ulysses have whole heads, and there are as many as both divide."""
+    """Return kappa, the bytes of a rank's keys and values in a layer, with grouped heads. Ranks of
+    Ulysses have full heads, as many as both numbers divide."""
     heads = lcm(shape.kv_heads // spec.degree(Axis.TP), step.ulysses)
     return 2 * _features(spec, step) * heads * shape.head_dim
 
@@ -93,7 +93,7 @@ def queries(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
 
 
 def _features(spec: Spec, step: ContextParallel) -> int:
-    """Bytes of one feature of a rank's tokens."""
+    """Return the bytes of one feature of a rank's tokens."""
     return spec.batch.micro * tokens(step) * _itemsize(spec)
 
 
@@ -102,8 +102,8 @@ def _itemsize(spec: Spec) -> int:
 
 
 def gathered_bytes(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return the bytes of all ranks' keys and values that a layer keeps until its backward pass:
-    none where they are passed on."""
+    """Return the bytes of all ranks' keys and values that a layer saves for backward; 0 if they are
+    passed around a ring."""
     return step.ring * keys_and_values(spec, shape, step) if step.gathers else 0
 
 

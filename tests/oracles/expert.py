@@ -23,7 +23,8 @@ _COUNT_BYTES = 8  # of rows for an expert: int64
 
 
 def rows_bytes(spec: Spec, shape: ModelShape) -> int:
-    """Return the bytes of a trip's rows: what one rank sends to all experts, its own among them."""
+    """Return the bytes of a trip's rows: one rank's rows for all experts, including its local
+    ones."""
     assert shape.experts is not None, "nothing travels"
     tokens = spec.own_tokens // _folded(spec)
     number = shape.experts_per_token * tokens
@@ -69,25 +70,24 @@ def of_a_router(
 
 
 def trip_bytes(spec: Spec, shape: ModelShape) -> int:
-    """Return the bytes that a trip has at once: of what sets out and of what arrives. With a
-    capacity a rank gets as many places as it sends; without one as many rows, where loads are
-    even."""
+    """Return the bytes that a trip holds at once: the sent and the received rows. With a capacity a
+    rank receives as many places as it sends, without one as many rows, if loads are even."""
     return 2 * rows_bytes(spec, shape)
 
 
 def ranks_of_experts(spec: Spec) -> int:
-    """Return how many ranks have a layer's experts between them: those of ep, and where tp is
-    folded into it those of tp beside each."""
+    """Return the number of ranks that share a layer's experts: the ranks of ep times the folded
+    ranks of tp."""
     return spec.degree(Axis.EP) * _folded(spec)
 
 
 def _folded(spec: Spec) -> int:
-    """Return how many ranks of tp beside one of ep have experts, and tokens to route."""
+    """Return the number of tp ranks per ep rank that have experts and route tokens."""
     return spec.degree(Axis.TP) if spec.tensor.is_folded else 1
 
 
-def own_experts(shape: ModelShape, ranks: int) -> int:
-    """Return the elements of a layer's experts that one of so many ranks has."""
+def local_expert_elements(shape: ModelShape, ranks: int) -> int:
+    """Return the elements of a layer's experts on one of the given number of ranks."""
     assert shape.experts is not None, "nobody has any"
     matrices = 3 if shape.activation.is_gated else 2
     return shape.experts // ranks * matrices * shape.hidden * shape.width_of_expert

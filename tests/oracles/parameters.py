@@ -19,7 +19,7 @@ def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
 
 
 def unit_remainder(shape: ModelShape) -> dict[str, int]:
-    """Return the elements of a gpt's block beside its 12H² of matrices (s_unit = 12H²·e)."""
+    """Return the elements of a gpt's block other than its 12H² of matrices (s_unit = 12H²·e)."""
     assert shape.tabulated is Family.GPT and shape.ffn == 4 * shape.hidden
     return {
         "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down

@@ -1,4 +1,4 @@
-"""What the pipeline axis costs, in closed form: a second opinion beside schedules and derivation.
+"""The cost of the pipeline axis in closed form, independent of schedules and derivation.
 
 Written from what the literature says of each schedule, and reading neither a schedule's order nor
 the exchanges that follow from it; sizes and chunks in flight are `axes.pipeline.cost`'s.
@@ -26,7 +26,7 @@ Crossing = tuple[Collective, Phase]
 
 
 def chunks_in_flight(size: PipelineSize, rank: int) -> int:
-    """Return the most chunks whose activations a rank holds at once, over all of its stages."""
+    """Return the highest number of chunks with activations on a rank, over all of its stages."""
     return size.cost.in_flight(size, rank)
 
 
@@ -42,14 +42,14 @@ def forwards_first(size: PipelineSize, rank: int) -> int:
 
 
 def chunks_between(size: PipelineSize, rank: int) -> int:
-    """Return how many chunks are in flight on the rank before and not on this one, at most, where
-    both have most of them."""
+    """Return how many more chunks are in flight on the previous rank than on this one, when both
+    are at their maximum."""
     return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
 
 
-def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
-    """Return a rank's sends and receives in a step, calls by collective and phase. Nothing is sent
-    where two stages of a rank follow each other."""
+def messages_of_rank(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
+    """Return a rank's sends and receives in a step: calls by collective and phase. Consecutive
+    stages on one rank send nothing."""
     per_rank, last = size.stages_per_rank, size.ranks - 1
     if size.ranks == 1:
         onward = inward = 0
@@ -69,7 +69,7 @@ def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
 
 def boundary_bytes(spec: Spec, hidden: int) -> int:
     """Return the bytes of one micro-batch at a boundary: b·s·H·e of hidden states or their
-    gradient, of a slice of the tokens where tp leaves these between the blocks."""
+    gradient, of a token slice if tp shards these between the blocks."""
     tokens = spec.batch.micro * spec.batch.sequence
     for factor in spec.factors:
         if factor.axis is Axis.TP and str(factor.placement.activations) != "R":
@@ -90,8 +90,8 @@ def spans(step: Pipeline) -> tuple[LayerSpan, ...]:
 def rank_parameters(
     spec: Spec, shape: ModelShape, step: Pipeline, rank: int, index: int = 0
 ) -> int:
-    """Return the elements of Theta of a rank's stages, of its slices at `index` along tp: layers,
-    and the ends that its first and its last stage have. A tied head is on both."""
+    """Return the elements of the parameters of a rank's stages, at shard `index` along tp: layers,
+    and the embedding and head of its first and last stage. A tied head is on both."""
     of_stage = spans(step)
     return sum(
         parameters(

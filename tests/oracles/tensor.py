@@ -1,4 +1,4 @@
-"""What the tensor axis costs, in closed form: a second opinion beside the derivation.
+"""The cost of the tensor axis in closed form, independent of the derivation.
 
 Counted from what the axis means, not from the tables, facts or roles that the derivation reads: of
 a rank's elements, of its collectives, and of those bytes whose number follows from the loss and
@@ -33,8 +33,8 @@ _Call = tuple[Collective, State, Phase, int, int]  # number, and the payload of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpan:
-    """Neighbouring layers of a model, counted from 0 and `end` excluded, with the embedding in
-    front of the first one and the norm and the head behind the last one, where it reaches these."""
+    """Consecutive layers of a model, from 0 to `end` (exclusive), with the embedding if it includes
+    the first and norm and head if it includes the last one."""
 
     start: int
     end: int
@@ -42,28 +42,28 @@ class LayerSpan:
 
     @property
     def numbers(self) -> range:
-        """The layers, by their numbers."""
+        """Return the layer indices."""
         return range(self.start, self.end)
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding is its."""
+        """Return True if it has the embedding."""
         return self.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the final norm and the head are its."""
+        """Return True if it has the final norm and the head."""
         return self.end == self.layers
 
 
-def whole(shape: ModelShape) -> LayerSpan:
+def all_layers(shape: ModelShape) -> LayerSpan:
     """Return the span of all layers."""
     return LayerSpan(start=0, end=shape.layers, layers=shape.layers)
 
 
-def words(vocab: int, degree: int, index: int) -> int:
-    """Return how many words rank `index` of `degree` has of a vocabulary: as many as the others,
-    rounded up; the last ranks have what is left."""
+def vocab_shard_size(vocab: int, degree: int, index: int) -> int:
+    """Return the vocabulary shard of rank `index` of `degree`: equal sizes rounded up; the last
+    ranks have the rest."""
     height = ceil_div(vocab, degree)
     return max(0, min(height, vocab - index * height))
 
@@ -78,14 +78,14 @@ def parameters(
     has_whole_experts: bool = False,
 ) -> int:
     """Return the elements of Theta that rank `index` of `degree` has of a span, with
-    `has_whole_experts` but for experts that are nobody else's.
+    `has_whole_experts` without experts that only this rank has.
 
     A matrix is cut into `degree` parts, with its bias where its outputs are cut; norms, positions
     and the biases behind a sum are whole on every rank. A tied head of a span that does not reach
     the embedding is a copy of its rows.
     """
     hidden, ffn = shape.hidden, shape.ffn
-    table = words(shape.vocab, degree, index) * hidden
+    table = vocab_shard_size(shape.vocab, degree, index) * hidden
     has_head = span.is_last and (not shape.tied or not span.is_first)
     tables = table * (span.is_first + has_head)
     norm = len(shape.norm.tensor_names)
@@ -102,14 +102,14 @@ def parameters(
     if shape.positions is Positions.LEARNED:
         ends += sequence * hidden * span.is_first
     if shape.head_bias:
-        ends += words(shape.vocab, degree, index) * span.is_last
+        ends += vocab_shard_size(shape.vocab, degree, index) * span.is_last
     mlps = (num_layers - with_experts) * (dense // degree)
     mlps += with_experts * _of_experts(shape, degree, 0 if has_whole_experts else shape.experts)
     return num_layers * (cut // degree + whole_there) + mlps + tables + ends
 
 
 def _of_heads(shape: ModelShape) -> int:
-    """Return the elements of a layer's attention that its heads have, each its own."""
+    """Return the elements of a layer's attention that differ between heads."""
     hidden, width = shape.hidden, shape.head_dim
     if shape.kv_lora_rank is not None:
         own = width * (shape.q_lora_rank or hidden) + shape.v_head_dim * hidden
@@ -123,7 +123,7 @@ def _of_heads(shape: ModelShape) -> int:
 
 
 def _latents(shape: ModelShape) -> Iterator[int]:
-    """Yield the elements of each tensor that makes latent features, or norms them."""
+    """Yield the elements of each tensor that computes or normalizes latent features."""
     if shape.kv_lora_rank is None:
         return
     norm = len(shape.norm.tensor_names)
@@ -134,13 +134,13 @@ def _latents(shape: ModelShape) -> Iterator[int]:
 
 
 def _with_experts(shape: ModelShape, span: LayerSpan) -> int:
-    """Return how many layers of a span have experts."""
+    """Return the number of layers with experts in a span."""
     return sum(map(shape.has_experts, span.numbers))
 
 
 def _of_experts(shape: ModelShape, degree: int, cut: int | None) -> int:
-    """Return the elements of a layer's router, which is whole, and of a rank's slices of so many
-    experts that are cut and of those that are shared."""
+    """Return the elements of a layer's replicated router, and of a rank's shards of the given
+    number of experts and of the shared experts."""
     if shape.experts is None:
         return 0
     matrices = (2 + shape.activation.is_gated) * shape.width_of_expert
@@ -149,7 +149,7 @@ def _of_experts(shape: ModelShape, degree: int, cut: int | None) -> int:
 
 
 def _norms(shape: ModelShape) -> int:
-    """Norms of a layer between its sub-blocks."""
+    """Return the norms of a layer between its sub-blocks."""
     return 2 - shape.parallel + 2 * shape.post_norm
 
 
@@ -179,8 +179,8 @@ def traffic(spec: Spec, step: Parallelize, span: LayerSpan) -> Mapping[CallKey, 
 
 
 def collectives(spec: Spec, step: Parallelize, span: LayerSpan) -> int | None:
-    """Return how many collectives the operators of a span issue in a step; None where `traffic`
-    is."""
+    """Return the number of collectives of the operators of `span` in a step; None if `traffic` is
+    None."""
     sent = traffic(spec, step, span)
     return None if sent is None else sum(calls for calls, _ in sent.values())
 
@@ -205,14 +205,14 @@ def _calls(
     span: LayerSpan,
     kept: tuple[ActivationMode, ...],
 ) -> Iterator[_Call]:
-    """What is called in one micro-batch."""
+    """Return the calls of one micro-batch."""
     layers, itemsize = span.end - span.start, spec.precision.effective_layout.parameters.itemsize
     features = shape.hidden * itemsize
     stream = spec.batch.micro * spec.batch.sequence * features
     # Of experts that are whole on a rank nothing is a sum.
     with_experts = _with_experts(shape, span)
     apart = with_experts if spec.tensor.is_folded else 0
-    # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
+    # Attention and MLP each end in a sum; the embedding sums the ranks' vocabulary shards.
     sums = 2 * layers - apart + span.is_first
     # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
     dense = 1 + shape.activation.is_gated if step.is_naive else 1
@@ -286,7 +286,7 @@ def _of_loss(spec: Spec, step: Parallelize, shape: ModelShape) -> Iterator[_Call
                 numbers = size * max(itemsize, DType.FP32.itemsize)
                 yield Collective.ALL_REDUCE, State.ACTIVATIONS, phase, 3 * number, numbers
             else:
-                rows = degree * words(shape.vocab, degree, 0)
+                rows = degree * vocab_shard_size(shape.vocab, degree, 0)
                 payload = size * rows * itemsize
                 yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, number, payload
 
@@ -299,8 +299,8 @@ def whole_input_bytes(spec: Spec, shape: ModelShape) -> int:
 
 
 def saved_slices_spare(spec: Spec, shape: ModelShape, degree: int) -> int:
-    """Return by how many bytes a micro-batch's activations are less where column operators save a
-    slice of their input (S*) and not all of it (S): (t-1)/t of two inputs a layer."""
+    """Return how many fewer bytes of activations a micro-batch has if column operators save a shard
+    of their input (S*) instead of all of it (S): (t-1)/t of two inputs per layer."""
     return 2 * shape.layers * (whole_input_bytes(spec, shape) * (degree - 1) // degree)
 
 
@@ -310,7 +310,11 @@ def loss_saved_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: in
     token's sum of them. A loss in chunks saves none."""
     if spec.loss.chunk is not None:
         return 0
-    width = words(shape.vocab, spec.degree(step.axis), index) if step.loss_parallel else shape.vocab
+    width = (
+        vocab_shard_size(shape.vocab, spec.degree(step.axis), index)
+        if step.loss_parallel
+        else shape.vocab
+    )
     tokens = spec.batch.micro * spec.batch.sequence
     return tokens * (width + 1) * max(_itemsize(spec), DType.FP32.itemsize)
 
@@ -327,7 +331,7 @@ def loss_peak_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int
         return None
     tokens, itemsize = spec.batch.micro * spec.batch.sequence, _itemsize(spec)
     beside = itemsize + max(itemsize, DType.FP32.itemsize)
-    mine = words(shape.vocab, spec.degree(step.axis), index)
+    mine = vocab_shard_size(shape.vocab, spec.degree(step.axis), index)
     if step.loss_parallel:
         return tokens * mine * beside
     gathering = (mine + 2 * shape.vocab) * itemsize

@@ -16,7 +16,7 @@ BASE = {
 }
 
 
-def loaded(**changes: object) -> Spec:
+def load_changed(**changes: object) -> Spec:
     return load(BASE | changes).spec
 
 

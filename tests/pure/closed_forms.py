@@ -24,9 +24,9 @@ from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.oracles.data.chain import ChainUnit, UnitChain
 from tests.oracles.data.wrap import closed_form
-from tests.oracles.data.wrap import sent as sent_in_closed_form
+from tests.oracles.data.wrap import step_traffic as sent_in_closed_form
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
-from tests.pure.played import flight, resident, sent, transient
+from tests.pure.replayed_steps import flight, resident, traffic_of_ranks, transient
 
 SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP
 EXPERTS = Axis.EP
@@ -88,7 +88,7 @@ def empty_timeline(facts: ModelFacts, itemsize: int, *, is_fresh: bool) -> Timel
     return Timeline(forward=tuple(forward), backward=tuple(backward))
 
 
-def seeded(timeline: Timeline) -> Timeline:
+def with_seed_bytes(timeline: Timeline) -> Timeline:
     """With the 4 bytes that a trace's backward pass begins with. Of a scaled loss the life takes
     them off, since it begins with the scale; the closed forms know neither."""
     size = DType.FP32.itemsize
@@ -143,7 +143,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     itemsize = plan.update.layout.parameters.itemsize
     timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
     if plan.update.layout.scales_loss and plan.update.layout.parameters is not DType.FP64:
-        timeline = seeded(timeline)
+        timeline = with_seed_bytes(timeline)
     rows = resident(spec, plan, facts)
     passes = passes_of(timeline, None, is_first=True, output=0, hidden=0)
     places = (passes,) * ranks_over(spec, plan.cutting_axes)
@@ -165,11 +165,11 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     for peak in step.peaks:
         index = index_of[peak.rank]
         figures[f"peak {peak.phase} {index}"] = peak.device_bytes - always[index]
-    return figures | traffic(sent(make_wrapping(spec, plan, facts)))
+    return figures | traffic(traffic_of_ranks(make_wrapping(spec, plan, facts)))
 
 
 def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:
-    """What the two say differently."""
+    """Return the figures that differ."""
     formulas = in_closed_form(spec, plan, facts, is_fresh=is_fresh)
     life = by_life(spec, plan, facts, is_fresh=is_fresh)
     return [
@@ -197,7 +197,7 @@ def meshes() -> Iterator[Mesh]:
         }
 
 
-def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
+def lower_with_options(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
     """The spec and its plan with other dials of its wrap; None where there is no such plan: Theta
     made of master copies that there are none of, gradients used up that are to be accumulated or
     looked through for one that overflowed."""
@@ -234,7 +234,7 @@ def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
         reduce_scatter=via,
         accumulate=count,
     )
-    return lowered(spec, facts, overlaps=overlaps)
+    return lower_with_options(spec, facts, overlaps=overlaps)
 
 
 Modes = dict[Axis, tuple[str, str, str]]  # of Theta, Omega and G
@@ -322,7 +322,7 @@ def _with_dials(
         dials |= _dials_of_flat_units(draw, plan, sync)
     elif isinstance(plan.wrap, FullyShard):
         dials |= {"sync": sync, "prefetch": draw.choice((None, 0, 1, 2))}
-    return lowered(spec, facts, **dials)
+    return lower_with_options(spec, facts, **dials)
 
 
 def _dials_of_flat_units(draw: Random, plan: Plan, sync: SyncPolicy) -> dict[str, object]:

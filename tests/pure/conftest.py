@@ -1,4 +1,4 @@
-"""What the tests without torch count is the bytes of one version, whichever is installed."""
+"""Fixtures of the torch-free tests: bytes are those of one fixed torch version."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from ptrain.train.manifest import Manifest
 SPEC = require_runnable(load("zero3"))
 
 
-def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
+def open_folder(given: Path | None = None, *, resuming: bool = False) -> Claim:
     return open_run(SPEC, given=given, resuming=resuming, command="ptrain train")
 
 
-def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
-    """A run with checkpoints of these steps, as far as their manifests say."""
+def write_run(run: Path, *steps: int, model: object = None) -> list[Path]:
+    """Return a run with manifests of checkpoints of these steps."""
     paths = [run / "checkpoints" / manifest.folder_name(step) for step in steps]
     for path, step in zip(paths, steps, strict=True):
         path.mkdir(parents=True)

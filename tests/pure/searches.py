@@ -12,7 +12,7 @@ from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace, model
+from tests.pure.hand_made_paces import HandPace, model
 
 PACE = HandPace(byte=2e-9, sent=5e-9, copied=1e-8, element=1e-8)
 FORWARD, BACKWARD = 16, 32

@@ -1,5 +1,5 @@
-"""What a spec may say of activations, recompute, attention and loss, what it means, and that what
-it resolves to says the same."""
+"""The spec's keys for activations, recompute, attention and loss: their meaning, and the resolved
+spec."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tuple_with(mode):
     return {"placement": {"dp_shard": ["S*", "S", "S", mode]}}
 
 
-def loaded(**changes):
-    """The spec, which is the same when it is loaded from what it resolves to."""
+def load_spec(**changes):
+    """Return the spec, and require that its resolved form loads to the same spec."""
     spec = load(BASE | ZERO3 | changes).spec
     assert load(spec.resolved).spec == spec
     return spec
@@ -73,12 +73,12 @@ def fault(**changes):
     ],
 )
 def test_a_mode_of_activations_is_the_ranks_wherever_it_is_written(changes, meant):
-    assert loaded(**changes).activations == meant
+    assert load_spec(**changes).activations == meant
 
 
 def test_m_of_a_data_axis_goes_with_s_of_tp():
     modes = {"dp_shard": ["S*", "S", "S", "M"], "tp": ["S", "S", "S", "S"]}
-    spec = loaded(mesh={"dp_shard": 2, "tp": 2}, placement=modes)
+    spec = load_spec(mesh={"dp_shard": 2, "tp": 2}, placement=modes)
     assert spec.activations == ActivationSpec(default=M)
     assert [str(factor.placement.activations) for factor in spec.factors] == ["M", "S"]
 
@@ -94,11 +94,11 @@ def test_m_of_a_data_axis_goes_with_s_of_tp():
     ],
 )
 def test_blocks_are_kept_each_in_its_way_and_those_between_are_r(written, of_4_blocks):
-    assert loaded(activations=written).activations.block_modes(4) == of_4_blocks
+    assert load_spec(activations=written).activations.block_modes(4) == of_4_blocks
 
 
 def test_of_blocks_that_are_m_every_nth_is_recomputed():
-    spec = loaded(activations={"1-": "M"}, recompute={"every": 2})
+    spec = load_spec(activations={"1-": "M"}, recompute={"every": 2})
     assert spec.activations.block_modes(6) == (PLAIN, M, PLAIN, M, PLAIN, M)
 
 
@@ -122,43 +122,43 @@ def test_of_blocks_that_are_m_every_nth_is_recomputed():
         ({"policy": "selective", "every": 2}, SELECTIVE, {"policy": "selective", "every": 2}),
     ],
 )
-def test_a_policy_says_what_is_computed_again(written, policy, resolved):
-    spec = loaded(activations="M", recompute=written)
+def test_a_policy_names_the_recomputed_operators(written, policy, resolved):
+    spec = load_spec(activations="M", recompute=written)
     assert spec.activations.default == ActivationMode(policy=policy)
     assert spec.resolved["recompute"] == resolved
 
 
 def test_without_a_policy_a_block_is_recomputed_whole():
-    assert loaded(activations="M").resolved["recompute"] == "full"
+    assert load_spec(activations="M").resolved["recompute"] == "full"
 
 
-def test_what_lies_off_the_device_is_each_ranks_own_however_it_is_written():
-    spec = loaded(**tuple_with("R@host"), activations="O")
-    assert spec.activations == loaded(**tuple_with("O")).activations
+def test_offloaded_activations_are_local_in_every_notation():
+    spec = load_spec(**tuple_with("R@host"), activations="O")
+    assert spec.activations == load_spec(**tuple_with("O")).activations
 
 
 def test_a_budget_takes_the_place_of_a_strategys_policy():
-    spec = loaded(placement="checkpoint-selective", recompute={"budget": "2 GiB"})
+    spec = load_spec(placement="checkpoint-selective", recompute={"budget": "2 GiB"})
     assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)
 
 
 def test_a_budget_alone_leaves_the_policy_open():
-    spec = loaded(recompute={"budget": "2 GiB"})
+    spec = load_spec(recompute={"budget": "2 GiB"})
     assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)
-    with_modes = loaded(activations={"0-1": "M", "2-": "O"}, recompute={"budget": "2 GiB"})
+    with_modes = load_spec(activations={"0-1": "M", "2-": "O"}, recompute={"budget": "2 GiB"})
     assert with_modes.activations.is_open
     assert with_modes.activations.block_modes(3) == (M, M, ON_HOST)
 
 
 @pytest.mark.parametrize("policy", ["selective", "attention", "full"])
 def test_a_budget_with_its_policy_is_chosen(policy):
-    spec = loaded(activations="M", recompute={"budget": 2**31, "policy": policy, "every": 2})
+    spec = load_spec(activations="M", recompute={"budget": 2**31, "policy": policy, "every": 2})
     assert not spec.activations.is_open
     assert spec.resolved["recompute"] == {"budget": 2**31, "policy": policy, "every": 2}
 
 
 def test_a_budget_may_need_nothing_recomputed():
-    spec = loaded(recompute={"budget": 2**31, "policy": "none"})
+    spec = load_spec(recompute={"budget": 2**31, "policy": "none"})
     assert spec.activations == ActivationSpec(budget=2**31)
 
 
@@ -172,8 +172,8 @@ def test_a_budget_may_need_nothing_recomputed():
     ],
 )
 @pytest.mark.parametrize("model", [MODEL, {"hf": "LlamaForCausalLM"}], ids=["own", "hf"])
-def test_attention_stands_at_the_top_and_belongs_to_the_model(written, kind, model):
-    spec = loaded(attention=written, model=model)
+def test_attention_is_a_top_level_key_and_belongs_to_the_model(written, kind, model):
+    spec = load_spec(attention=written, model=model)
     assert spec.model.attention is kind
     assert spec.resolved.get("attention", "sdpa") == kind.value
     assert "attention" not in spec.resolved["model"]
@@ -193,17 +193,19 @@ def test_attention_stands_at_the_top_and_belongs_to_the_model(written, kind, mod
     ],
 )
 def test_a_loss_by_name_or_by_its_tokens(written, meant):
-    assert loaded(loss=written).loss == meant
+    assert load_spec(loss=written).loss == meant
 
 
-def test_a_vocab_parallel_loss_is_what_tp_has_by_itself():
-    spec = loaded(loss="vocab-parallel", **TP)
-    assert spec == loaded(**TP)
+def test_a_vocab_parallel_loss_is_the_default_over_tp():
+    spec = load_spec(loss="vocab-parallel", **TP)
+    assert spec == load_spec(**TP)
 
 
 @pytest.mark.parametrize("model", [{"target": "m:f"}, {"hf": "LlamaForCausalLM"}])
 def test_blocks_of_another_model_may_be_named(model):
-    assert loaded(model=model | {"blocks": "encoder.layers.*"}).model.blocks == "encoder.layers.*"
+    assert (
+        load_spec(model=model | {"blocks": "encoder.layers.*"}).model.blocks == "encoder.layers.*"
+    )
 
 
 SLICES = (
@@ -351,12 +353,12 @@ SLICES = (
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(changes, place, finding, remedy):
+def test_contradictions_are_rejected(changes, place, finding, remedy):
     found = fault(**changes)
     assert (found.place, found.finding, found.remedy) == (place, finding, remedy)
 
 
-def test_a_fault_of_a_mode_is_not_followed_by_one_of_what_depends_on_it():
+def test_an_invalid_mode_causes_no_further_errors():
     assert fault(activations="Q", recompute="full").place == "activations"
     tuples = {"dp_shard": ["S*", "S", "S", "Q"]}
     assert fault(placement=tuples, recompute="full").place == "placement.dp_shard.activations"

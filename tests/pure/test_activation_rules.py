@@ -1,4 +1,4 @@
-"""What may be recomputed and offloaded, and what a refusal says."""
+"""Activations that may be recomputed and offloaded, and the messages of rejections."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusals(**changes):
         {"mesh": {"dp_shard": 1}, "activations": "M", "unit": "sub-block"},
     ],
 )
-def test_what_blocks_keep_is_theirs_to_say(changes):
+def test_activation_keys_apply_to_blocks_only(changes):
     assert refusals(**changes) == []
 
 
@@ -197,7 +197,7 @@ TWICE = "splits backward passes into inputs and weights, and both would recomput
         ),
     ],
 )
-def test_what_is_refused_says_what_instead(changes, refusal):
+def test_a_rejection_names_an_alternative(changes, refusal):
     assert refusals(**changes) == [refusal]
 
 

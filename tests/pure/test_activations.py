@@ -1,4 +1,4 @@
-"""Activations from the committed tables: polynomials, and what they add up to."""
+"""Activations from the committed tables: polynomials, and their sums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_layer_saves_the_same(shape, compute):
     assert sizes[3] - sizes[0] == 9 * block
 
 
-def test_on_gpus_dropout_keeps_a_mask_of_a_byte_an_element_and_nothing_else():
+def test_dropout_on_gpus_keeps_only_a_mask_of_one_byte_per_element():
     """After the embedding, after each attention and after each mlp; fused attention keeps none,
     but is another kernel: flash with a seed of 24 bytes for cudnn with one of 16."""
     gpt2 = ["model.preset=gpt2-124m", "mesh.dp_replicate=8", "precision.layout=zero16"]
@@ -67,7 +67,7 @@ def test_on_gpus_the_peak_of_dropout_in_sharded_models_is_predicted_and_not_clai
     assert exact.bytes_of(State.ACTIVATIONS) < on_cpu.bytes_of(State.ACTIVATIONS)
 
 
-def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():
+def test_fp64_doubles_floating_point_storage_but_not_tokens():
     single = saved_bytes(model_timeline(setting(GPT)))
     double = saved_bytes(model_timeline(setting(GPT, DType.FP64)))
     targets = 2 * 8 * 8  # a contiguous copy of the int64 targets
@@ -92,7 +92,7 @@ def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
     assert len(seen) == len(set(seen)) == 3 * 9 + 3
 
 
-def test_a_micro_batch_leaves_its_gradients_and_nothing_else():
+def test_a_micro_batch_leaves_only_its_gradients():
     for shape in (ODD_SHAPE, GPT):
         played = model_timeline(setting(shape))
         runs = sum(i.net for i in (*played.forward, *played.backward) if isinstance(i, Run))

@@ -13,7 +13,7 @@ from ptrain.selection.fit import fit
 from ptrain.selection.preflight import ChangeKind, FitAdvice, Variant, find_changes
 from ptrain.spec.load import load
 from ptrain.units import format_memory, format_seconds
-from tests.pure.test_by_data import EXACT, routed
+from tests.pure.test_by_data import EXACT, facts_with_extents
 from tests.pure.test_selection import PEAK, REPLICATED, on_devices_of
 
 # 8 GPUs of 80 GiB, zero3: some 0.9 GB too large where nothing is reserved.
@@ -29,12 +29,12 @@ LLAMA_8B = (
 
 
 def advice_for(name: str, *words: str) -> FitAdvice:
-    """The advice for what is typed behind `ptrain predict`."""
+    """Return the advice for the arguments of `ptrain predict`."""
     return find_changes(load(name, words).spec, reload=lambda more: load(name, (*words, *more)))
 
 
 def require_true(variant: Variant, name: str, *words: str) -> None:
-    """Load and derive what a variant prints, and compare all that it claims."""
+    """Load and derive the overrides that a variant prints, and compare its claims."""
     spec = require_runnable(load(name, [*words, *variant.overrides]))
     exact = derive(spec).exact
     assert fit(spec, exact) == variant.fit
@@ -64,7 +64,7 @@ def test_the_advice_of_predict_is_pasted_as_it_is_printed(ptrain):
     assert "\nFits: " in ptrain("predict", "zero3", *LLAMA_8B, *overrides)
 
 
-def test_those_that_fit_are_ranked_by_step_time_and_tight_ones_come_last():
+def test_fitting_variants_are_ranked_by_step_time_with_tight_ones_last():
     for name, words in (
         ("zero3", LLAMA_8B),
         ("ddp", ("model.preset=llama3-8b", "mesh.dp_replicate=8", "cluster.preset=h100-8")),
@@ -120,14 +120,14 @@ def test_changes_are_combined_where_no_single_one_fits():
 
 def test_changes_that_need_a_trace_are_named_and_not_claimed():
     words = ("model.dropout=0.1", "cluster.device_memory=1MiB", "cluster.reserve=0")
-    advice = find_changes(load("zero3", words).spec, routed(), EXACT)
+    advice = find_changes(load("zero3", words).spec, facts_with_extents(), EXACT)
     assert "activations=M" in advice.untraced, "the change of its kind that needs least"
     traced = {ChangeKind.RECOMPUTE, ChangeKind.LOSS, ChangeKind.LAYOUT, ChangeKind.MICRO}
     assert all(not traced & {*variant.kinds} for variant in advice.variants)
     assert advice.lines[-1].startswith("  not tried, because each needs a trace: activations=M")
 
 
-def test_where_nothing_fits_the_closest_is_named_with_what_is_missing():
+def test_without_a_fitting_variant_the_closest_is_named_with_its_missing_memory():
     words = ("model.preset=llama3-8b", "mesh.dp_shard=1", "batch.micro=8", "cluster.preset=h100-8")
     (closest,) = advice_for("zero3", *words).variants
     assert closest.overrides == ("activations=M", "batch.micro=1")

@@ -1,4 +1,5 @@
-"""Two commits in one run: who takes turns with whom, what is judged, and what is left behind."""
+"""`benchmarks/against.py` compares two commits in one run: order of rounds, verdicts, and
+cleanup."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def page(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def sides_of(page, ratio: float, **others: float):
-    """A tree that takes `ratio` of what the commit takes to predict, both of them in all rounds."""
+    """Return two trees that predict in times of the given `ratio` in every round."""
     row = page.Row("predict", "zero3", "CPU")
     mine, its = page.Side(), page.Side()
     for number in range(ROUNDS):
@@ -40,7 +41,7 @@ def test_a_commit_is_judged_by_the_ratios_of_its_pairs(page, ratio, verdict):
     assert failed == ([slower] if verdict == "slower" else [])
 
 
-def test_what_one_round_in_six_shows_is_not_slower(page):
+def test_one_slow_round_of_six_is_not_slower(page):
     mine, its = sides_of(page, 1.7)
     (row,) = mine.times
     mine.times[row][3] = its.times[row][3]
@@ -49,7 +50,7 @@ def test_what_one_round_in_six_shows_is_not_slower(page):
     assert not failed
 
 
-def test_what_a_commit_does_not_have_is_not_there_and_not_judged(page):
+def test_benchmarks_that_a_commit_lacks_are_not_judged(page):
     lines, failed = page.compared(*sides_of(page, 1.0, young=7.0), page.MEASURES)
     assert lines[1] == "| derive | `young` | CPU | 7.000 ms | not there |  |  | no claim |"
     assert not failed
@@ -71,7 +72,7 @@ def test_trees_take_turns_and_the_first_round_is_left_out(page, monkeypatch):
     assert [len(times) for side in sides for times in side.times.values()] == [3, 3]
 
 
-def test_what_two_trees_came_to_stands_side_by_side(page):
+def test_the_results_of_two_trees_are_adjacent_columns(page):
     mine, its = page.Side(), page.Side()
     mine.results = {("derive", "a"): "1 B", ("derive", "b"): "2 B", ("derive", "c"): "3 B"}
     its.results = {("derive", "a"): "1 B", ("derive", "b"): "4 B"}
@@ -82,7 +83,7 @@ def test_what_two_trees_came_to_stands_side_by_side(page):
     ]
 
 
-def test_a_commit_is_checked_out_beside_the_tree_and_gone_at_the_end(page, tmp_path, monkeypatch):
+def test_a_commit_is_checked_out_in_a_temporary_folder(page, tmp_path, monkeypatch):
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")

@@ -44,8 +44,9 @@ def test_the_product_is_associative(a: Product, b: Product, c: Product):
 
 
 @given(modes, modes, st.integers(min_value=2, max_value=12))
-def test_a_share_is_gathered_made_and_away_as_the_mode_of_either_axis_says(a, b, degree):
-    """Definition 2: S and S* cut, S* gathers, M makes; of two tiers the one further away counts."""
+def test_each_mode_gathers_materializes_and_offloads_as_defined(a, b, degree):
+    """Definition 2: S and S* shard, S* gathers, M materializes; of two tiers the more distant one
+    counts."""
 
     def over(axis: Axis, mode: Mode) -> Factor:
         every = Placement(parameters=mode, optimizer=mode, gradients=mode, activations=mode)
@@ -117,13 +118,13 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
         assert many[state] <= few[state] + padding * itemsize
 
 
-def test_what_is_offloaded_lies_on_the_host():
+def test_offloaded_states_are_on_the_host():
     share = compose_factors((Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("O,O,S")),))
     assert share.optimizer.bytes_on_tier(Tier.HOST, 400) == 100
     assert share.optimizer.bytes_on_tier(Tier.DEVICE, 400) == 0
     assert share.gradients.bytes_on_tier(Tier.DEVICE, 400) == 100
 
 
-def test_what_is_materialized_holds_nothing_between_uses():
+def test_materialized_states_use_no_memory_between_uses():
     placed = factor_product(Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("M,S,S")))
     assert placed.parameters.stored_bytes(400) == 0 and placed.parameters.needs_unit

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: its thresholds, its three answers, and where it has none."""
+"""Algorithm 1 of the paper: its thresholds, its three answers, and the cases without an answer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEVENTY_BILLION = Requirements(
 )
 
 
-def of(billions: float, devices: int, layer: float = 0.01, **changes: object) -> Advice:
-    """The advice for so many parameters, of which a layer has so many: both in billions."""
+def advise(billions: float, devices: int, layer: float = 0.01, **changes: object) -> Advice:
+    """Return the advice for a model and layer size in billions of parameters."""
     required = replace(
         SEVENTY_BILLION,
         parameters=round(billions * GB),
@@ -58,28 +58,28 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
-    assert of(3.49, 8) is Advice.DATA_PARALLEL  # 55.84 of 56 GB
-    assert of(3.5, 8) is Advice.FULLY_SHARDED  # 56 is not below 56
-    assert of(3.5, 1) is Advice.NONE
+    assert advise(3.49, 8) is Advice.DATA_PARALLEL  # 55.84 of 56 GB
+    assert advise(3.5, 8) is Advice.FULLY_SHARDED  # 56 is not below 56
+    assert advise(3.5, 1) is Advice.NONE
 
 
 def test_a_share_of_the_states_below_seven_tenths_is_zero_3_and_at_it_no_more():
-    assert of(27.9, 8) is Advice.FULLY_SHARDED
-    assert of(28, 8) is Advice.NONE
-    assert of(70, 20) is Advice.NONE and of(70, 21) is Advice.FULLY_SHARDED
+    assert advise(27.9, 8) is Advice.FULLY_SHARDED
+    assert advise(28, 8) is Advice.NONE
+    assert advise(70, 20) is Advice.NONE and advise(70, 21) is Advice.FULLY_SHARDED
 
 
 def test_tensor_parallelism_is_added_for_a_layer_above_three_tenths_on_fast_links_only():
     large = {"layer": 13.0}  # 26 GB of 24
-    assert of(70, 8, **large) is Advice.ADD_TENSOR
-    assert of(70, 8, layer=12.0) is Advice.NONE  # 24 is not above 24
-    assert of(70, 8, **large, has_fast_links=False) is Advice.NONE
-    assert of(70, 8, **large, devices_per_node=1) is Advice.NONE
+    assert advise(70, 8, **large) is Advice.ADD_TENSOR
+    assert advise(70, 8, layer=12.0) is Advice.NONE  # 24 is not above 24
+    assert advise(70, 8, **large, has_fast_links=False) is Advice.NONE
+    assert advise(70, 8, **large, devices_per_node=1) is Advice.NONE
 
 
 def test_the_stages_between_and_pipelines_are_never_chosen():
     advices = {
-        of(billions, devices, layer)
+        advise(billions, devices, layer)
         for billions in (0.1, 1, 7, 13, 70, 405)
         for devices in (1, 2, 8, 64, 512)
         for layer in (0.01, 1, 20)
@@ -109,7 +109,7 @@ def test_thresholds_are_arguments():
     assert "16P/N = 65.19 GiB < 0.9 M_d = 67.06 GiB: yes" in "\n".join(advice_lines(answer))
 
 
-def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
+def test_added_tp_states_the_nodes_and_the_rejected_share():
     answer = algorithm1(replace(SEVENTY_BILLION, devices=16), Thresholds(layer=0.02))
     assert [(axis, degree) for axis, degree, _ in answer.degrees] == [
         (Axis.DP_SHARD, 2),
@@ -147,7 +147,7 @@ def test_a_layer_is_the_largest_block_and_a_laptop_is_not_fast():
 
 
 @pytest.mark.parametrize("text", ["", "0.7", "0.7,0.3,0.1", "70,30", "a,b", "0,0.3", "nan,0.3"])
-def test_thresholds_that_are_no_two_shares_are_refused(text):
+def test_thresholds_that_are_no_two_shares_are_rejected(text):
     with pytest.raises(SpecError, match="--thresholds"):
         parse_thresholds(text)
 
@@ -157,7 +157,7 @@ def test_thresholds_are_read_as_they_are_written():
     assert parse_thresholds("0.85, 0.2") == Thresholds(states=0.85, layer=0.2)
 
 
-def test_an_answer_is_plain_data_with_what_makes_a_spec_of_it():
+def test_an_answer_is_plain_data_with_overrides_for_a_spec():
     none = json.loads(json.dumps(advice_record(algorithm1(SEVENTY_BILLION))))
     assert none["advice"] is None and none["overrides"] == []
     assert [condition["line"] for condition in none["conditions"]] == [2, 5, 8]

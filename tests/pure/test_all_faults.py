@@ -1,5 +1,5 @@
-"""Faults of several sections come at once: none of them hides another, unless it makes the other
-section's meaning unknown."""
+"""Errors of several sections are reported together, unless one error makes the meaning of another
+section unknown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_fault_of_a_section_hides_that_of_another(seed: int) -> None:
     assert {place for _, place in chosen.values()} <= places
 
 
-def test_a_fault_that_makes_a_degree_unknown_hides_what_depends_on_it() -> None:
+def test_an_error_that_makes_a_degree_unknown_hides_dependent_errors() -> None:
     """The global batch is a multiple of the data degree, which the mesh does not give."""
     changes = {"mesh": {"dp_shard": "x"}, "batch": {"global": 15, "micro": 2, "sequence": 128}}
     with pytest.raises(SpecError) as caught:

@@ -23,7 +23,7 @@ def test_there_are_tables_of_every_part() -> None:
     assert len(archive.read_tables()) == sum(len(archive.table_names(part)) for part in TablePart)
 
 
-def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch) -> None:
+def test_traces_are_read_in_any_order(tmp_path: Path, monkeypatch) -> None:
     one, other = tmp_path / "one.zip", tmp_path / "other.zip"
     archive.write(TABLES, one)
     archive.write(dict(reversed(TABLES.items())), other)
@@ -36,7 +36,7 @@ def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch)
 
 
 def test_the_same_tables_are_the_same_members_in_the_same_order(tmp_path: Path) -> None:
-    """zlib of another version may pack them otherwise, and reads them alike."""
+    """Another zlib version may compress them differently, and reads the same tables."""
     archive.write(archive.read_tables(), tmp_path / "again.zip")
     with zipfile.ZipFile(tmp_path / "again.zip") as again, zipfile.ZipFile(archive.PATH) as stored:
         assert again.namelist() == stored.namelist()

@@ -1,4 +1,4 @@
-"""What attention keeps on GPUs is what torch's kernels there were seen to give: `exact` has it."""
+"""The activations of attention on GPUs equal the measurements of torch's GPU kernels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_kernel_is_chosen_by_capability_dtype_width_and_dropout(sm, dtype, hea
         (DType.BF16, 64, 1, False),  # of one token torch may take another one
     ],
 )
-def test_what_no_gpu_has_a_kernel_for_none_has_whose_capability_nobody_asked(
+def test_a_kernel_that_no_gpu_has_is_unavailable_for_an_unknown_capability(
     sm, dtype, head_dim, sequence, has_kernel
 ):
     attention = FusedAttention(dtype=dtype, head_dim=head_dim, sequence=sequence, drops=False)
@@ -91,7 +91,7 @@ def test_gradients_of_attention_are_no_statistics():
             assert not (size.is_statistics and symbols & {"head_dim", "pairs"}), (part, name)
 
 
-def test_rows_are_rounded_up_and_seed_and_offset_stand_beside_them():
+def test_rows_are_rounded_up_with_seed_and_offset_stored_separately():
     assert Statistics(40, 32, 16).of(4 * ROWS) == 4 * ROWS // 40 * 64 + 16
     assert Statistics(64, 32, 16).of(4 * 64) == 4 * 64 + 16
 
@@ -127,7 +127,7 @@ def test_no_peak_is_claimed_of_an_attention_that_is_no_kernel(sections, is_claim
     ("sm", "why"),
     [(None, "`cluster.sm` is not set"), (86, "known for sm 80, 90, 100, not for sm 86")],
 )
-def test_without_a_known_capability_it_is_said_that_seeds_are_not_counted(sm, why):
+def test_without_a_known_capability_a_note_says_that_seeds_are_not_counted(sm, why):
     of = spec(sm)
     assert statistics_of(of, of.batch.sequence) is None
     exact = derive(of, facts_from_shape(of)).exact

@@ -1,5 +1,5 @@
-"""Whatever is written into a spec, the answer is one message per fault: where it stands, what was
-found, what would be right. Nothing but SpecError leaves `load`."""
+"""Every invalid spec gives one message per error with place, finding and fix; `load` raises only
+SpecError."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ train: {steps: 50, seed: 0}
 """
 
 
-def refused(path: Path | str, *overrides: str, world_size: int | None = None) -> SpecError:
+def message_for(path: Path | str, *overrides: str, world_size: int | None = None) -> SpecError:
     with pytest.raises(SpecError) as caught:
         load(path, overrides, world_size=world_size)
     assert caught.value.exit_code == 2
     return caught.value
 
 
-# What is replaced in GOOD, by what; then place, finding and remedy (a part of each).
+# Text to replace in GOOD, its replacement; then place, finding and fix (a part of each).
 LINES = [
     # unknown, missing and doubled keys
     ("name: good", "nmae: good", "nmae", "unknown key 'nmae'", "Did you mean 'name'"),
@@ -188,12 +188,12 @@ LINES = [
 
 
 @pytest.mark.parametrize(("old", "new", "place", "finding", "remedy"), LINES)
-def test_a_fault_says_where_what_and_what_instead(old, new, place, finding, remedy, tmp_path):
+def test_an_error_states_place_finding_and_fix(old, new, place, finding, remedy, tmp_path):
     assert GOOD.count(old) >= 1
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
     (tmp_path / "nested.yaml").write_text("preset: llama-tiny\n")
-    faults = refused(file).faults
+    faults = message_for(file).faults
     fault = next((f for f in faults if finding in f.finding and place in f.place), faults[0])
     assert fault.place.startswith(place)
     assert finding in fault.finding
@@ -223,7 +223,7 @@ def test_a_fault_says_where_what_and_what_instead(old, new, place, finding, reme
 def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
-    (fault,) = refused(file).faults
+    (fault,) = message_for(file).faults
     assert (fault.line, fault.text[fault.column - 1 :][: len(pointed_at)]) == (line, pointed_at)
     shown, caret = str(fault).splitlines()[1:3]
     assert shown[caret.index("^") :].startswith(pointed_at)
@@ -235,7 +235,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "compile: all\neval: &x {every: !!int 3}\nlog: *x\n")
-    error = refused(file)
+    error = message_for(file)
     places = [fault.place for fault in error.faults]
     assert places == [
         "name", "model.preset", "mesh.ep", "placement.dp_shard.parameters", "optimizer.lr",
@@ -244,10 +244,10 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     assert str(error).count("error:") == len(places)
 
 
-def test_a_fault_does_not_drag_others_behind_it(tmp_path):
+def test_an_error_causes_no_further_errors(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace("dp_shard: 2", "dp_shard: x").replace("global: 16", "global: 15"))
-    assert [fault.place for fault in refused(file).faults] == ["mesh.dp_shard"]
+    assert [fault.place for fault in message_for(file).faults] == ["mesh.dp_shard"]
 
 
 @pytest.mark.parametrize(
@@ -269,10 +269,10 @@ def test_a_fault_does_not_drag_others_behind_it(tmp_path):
         (b"mesh: {a: 1\n", "not valid YAML", ""),
     ],
 )
-def test_a_file_that_is_no_spec_is_refused(content, finding, remedy, tmp_path):
+def test_a_file_that_is_no_spec_is_rejected(content, finding, remedy, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_bytes(content)
-    faults = refused(file).faults
+    faults = message_for(file).faults
     fault = next((f for f in faults if finding in f.finding), faults[0])
     assert finding in fault.finding
     assert remedy in fault.remedy
@@ -292,15 +292,15 @@ def test_a_file_that_is_no_spec_is_refused(content, finding, remedy, tmp_path):
         ("a" * 300 + ".yaml", "file name too long"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(name, finding, tmp_path, monkeypatch):
+def test_a_path_that_leads_nowhere_is_rejected(name, finding, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert finding in refused(name).faults[0].finding
+    assert finding in message_for(name).faults[0].finding
 
 
-def test_an_unreadable_file_is_refused(tmp_path):
+def test_an_unreadable_file_is_rejected(tmp_path):
     file = tmp_path / "loop.yaml"
     file.symlink_to(file)
-    assert "cannot read the spec" in refused(file).faults[0].finding
+    assert "cannot read the spec" in message_for(file).faults[0].finding
 
 
 @pytest.mark.parametrize(
@@ -315,22 +315,24 @@ def test_an_unreadable_file_is_refused(tmp_path):
         (1, "dp_shard=2", "needs 2 ranks, but 1 were started", "use `mesh.dp_shard=1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_the_ranks_is_refused(world_size, mesh, finding, remedy, tmp_path):
+def test_a_mesh_that_does_not_fit_the_ranks_is_rejected(
+    world_size, mesh, finding, remedy, tmp_path
+):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
-    (fault,) = refused(file, f"mesh.{mesh}", world_size=world_size).faults
+    (fault,) = message_for(file, f"mesh.{mesh}", world_size=world_size).faults
     assert finding in fault.finding
     assert remedy in fault.remedy
 
 
-def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
+def test_auto_with_degrees_that_do_not_divide_the_ranks_is_rejected(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
     changes = ["mesh={dp_replicate: 2, dp_shard: auto}", "placement.dp_replicate=R,R,R,R"]
-    (fault,) = refused(file, *changes, world_size=3).faults
+    (fault,) = message_for(file, *changes, world_size=3).faults
     assert "3 ranks are not a multiple of 2" in fault.finding
     changes[0] = "mesh={dp_replicate: auto, dp_shard: auto}"
-    (fault,) = refused(file, *changes, world_size=4).faults
+    (fault,) = message_for(file, *changes, world_size=4).faults
     assert "one axis size may be auto" in fault.finding
 
 
@@ -370,12 +372,12 @@ def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
         ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),
     ],
 )
-def test_a_strategy_in_the_wrong_place_is_told_the_right_one(
+def test_a_strategy_in_the_wrong_place_is_answered_with_the_right_place(
     placement, place, finding, remedy, tmp_path
 ):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD)
-    (fault,) = refused(file, placement).faults
+    (fault,) = message_for(file, placement).faults
     assert fault.place == place
     assert finding in fault.finding
     assert remedy in f"{fault.finding} {fault.remedy}"

@@ -1,5 +1,5 @@
-"""The notes' recipe for a batch: tokens become samples, the largest micro-batch that fits, and what
-is accumulated follows."""
+"""The batch recipe: tokens become samples, the micro-batch is the largest that fits, and
+accumulation follows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_nearest_power_of_two_is_the_nearest_by_difference(number, power):
     assert nearest_power_of_two(number) == power
 
 
-def test_a_rounding_of_samples_is_refused():
+def test_a_rounding_of_samples_is_rejected():
     place, text = refusal("batch.round=none")
     assert place == "batch.round"
     assert "batch.global is not given in tokens" in text
@@ -77,7 +77,7 @@ def test_the_largest_micro_batch_that_fits_is_chosen_and_the_next_one_does_not_f
     assert not fit(larger, derive(larger).exact).fits
 
 
-def test_what_is_chosen_is_what_runs_again_from_the_resolved_spec():
+def test_the_resolved_spec_repeats_the_chosen_batch():
     document = load("8b-zero3", ["batch.micro=auto"])
     assert document.spec.resolved["batch"] == {"global": 64, "micro": "auto", "sequence": 4096}
     assert load(document.spec.resolved).spec == document.spec
@@ -86,7 +86,7 @@ def test_what_is_chosen_is_what_runs_again_from_the_resolved_spec():
     assert load(spec.resolved).spec == spec
 
 
-def test_the_smallest_micro_batch_stands_where_none_fits():
+def test_the_smallest_micro_batch_is_chosen_if_none_fits():
     spec = resolve_auto(load("70b-dp", ["batch.micro=auto", "batch.global=64"]))
     assert (spec.batch.micro, spec.batch.accumulate) == (1, 8)
 
@@ -121,7 +121,7 @@ def test_only_legal_micro_batches_are_tried():
         (("batch.micro=automatic",), "batch.micro", "or auto"),
     ],
 )
-def test_a_micro_batch_that_nobody_can_choose_is_refused(overrides, place, text):
+def test_an_unknown_best_micro_batch_is_rejected(overrides, place, text):
     named, said = refusal(*overrides)
     assert named == place
     assert text in said
@@ -137,7 +137,7 @@ def lines_of(*overrides: str, name: str = "8b-zero3") -> list[str]:
     return batch_lines(spec.batch, spec.data_degree)
 
 
-def test_what_became_of_tokens_is_said_aloud():
+def test_the_conversion_of_tokens_is_printed():
     to_power = (
         "batch.global: 4M tokens are 976 samples of 4096: rounded to 1024, the nearest power of two"
     )
@@ -160,7 +160,7 @@ def test_what_became_of_tokens_is_said_aloud():
     assert lines_of() == []
 
 
-def test_a_micro_batch_that_was_chosen_is_said_aloud():
+def test_a_chosen_micro_batch_is_printed():
     (fits,) = lines_of("batch.micro=auto")
     assert "auto is 2, the largest with a predicted peak that fits; `ptrain simulate" in fits
     (none,) = lines_of("batch.micro=auto", "batch.sequence=65536")
@@ -183,19 +183,19 @@ def test_the_reasons_are_fit_then_batch_then_throughput_then_axes_in_the_order_t
     assert "within a node at 450 GB/s" in text and "over 4 nodes at 50 GB/s" in text
 
 
-def test_accumulation_is_what_data_ranks_could_compute_at_once():
+def test_accumulation_is_reported_as_unused_data_parallelism():
     assert "64 = 1 micro × 8 accumulated × 8 data; more data-parallel ranks" in reasons_of("8b-ddp")
     assert "; 64 ranks need none" in reasons_of("8b-ddp")
     assert "no gradient accumulation" in reasons_of("70b-zero3")
 
 
 @pytest.mark.parametrize(("ranks", "is_said"), [(512, False), (1024, True)])
-def test_data_ranks_beyond_512_are_said_to_be_many(ranks, is_said):
+def test_more_than_512_data_ranks_are_reported(ranks, is_said):
     words = (f"mesh.dp_shard={ranks}", "cluster.preset=h100-1024", f"batch.global={ranks}")
     assert ("data-parallel ranks exceed about 512" in reasons_of("70b-zero3", *words)) is is_said
 
 
-def test_an_axis_that_is_not_there_says_why_it_need_not_be():
+def test_a_missing_axis_has_a_reason():
     text = reasons_of("8b-zero3", "cluster.preset=h100-8")
     assert "2. no tp: a layer has 416 MiB in 16-bit precision, 0.5% of the device memory" in text
     assert "3. no pp: one node is enough" in text
@@ -209,7 +209,7 @@ def test_an_axis_that_is_not_there_says_why_it_need_not_be():
     )
 
 
-def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
+def test_exposed_communication_is_a_share_of_the_step_if_known():
     derivation = derive(load("70b-3d").spec)
     rows = (
         TimeRow(key=TimeKey(Spent.COMPUTE, Phase.FORWARD), seconds=6.0),
@@ -225,7 +225,7 @@ def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
     assert not any("exposed" in line for line in axis_reasons(untimed))
 
 
-def test_a_plan_says_what_became_of_the_batch(ptrain):
+def test_a_plan_shows_the_chosen_batch(ptrain):
     text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
     assert (
         "batch.global: 2k tokens are 15 samples of 128: rounded to 16, the nearest power of two"
@@ -233,7 +233,7 @@ def test_a_plan_says_what_became_of_the_batch(ptrain):
     assert "batch.micro: auto is 8, the largest with a predicted peak that fits" in text
 
 
-def test_states_on_a_host_are_counted_beside_the_devices():
+def test_states_on_a_host_are_counted_separately_from_devices():
     (first, *_), (plain, *_) = (reasons_of(name).splitlines() for name in ("zero-offload", "zero3"))
     assert first.endswith("model states are 1.535 MiB and 4.605 MiB on the host per rank")
     assert plain.endswith("model states are 6.142 MiB per rank")

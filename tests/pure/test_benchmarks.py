@@ -1,4 +1,4 @@
-"""What a benchmark's page says of its figures: each row's verdict, and what failed by how much."""
+"""Benchmark pages: the verdict of each row, and the size of each failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def benchmark(benchmark_module: Callable[[str], ModuleType]) -> dict[str, Module
     return {name: benchmark_module(name) for name in names}
 
 
-def test_a_claim_that_fails_ends_with_what_failed_and_with_what_is_not_covered(benchmark, capsys):
+def test_a_failed_claim_ends_with_failures_and_uncovered_cases(benchmark, capsys):
     conclude = benchmark["_machine"].conclude
     failed = ["zero1: median ratio 1.0610, at most 1.02"]
     assert conclude("x", ["# x"], failed=failed, not_covered="GPUs.", is_saved=False) == 1
@@ -27,7 +27,7 @@ def test_a_claim_that_fails_ends_with_what_failed_and_with_what_is_not_covered(b
     assert "Verdict: holds.\n" in capsys.readouterr().out
 
 
-def test_a_second_result_of_a_day_stands_beside_the_first(monkeypatch, tmp_path):
+def test_a_second_result_of_a_day_gets_a_separate_file(monkeypatch, tmp_path):
     machine = import_module("benchmarks._machine")
     monkeypatch.setattr(machine, "RESULTS", tmp_path)
     first, second = machine.save("x", "one"), machine.save("x", "two")
@@ -40,7 +40,7 @@ def test_a_command_can_be_copied_from_a_page(benchmark):
     assert "| command | `python x.py --groups 'a group (of two)'` |" in text
 
 
-def test_a_row_of_the_peers_says_who_is_too_slow_and_who_is_faster(benchmark):
+def test_a_row_of_peers_names_slower_and_faster_libraries(benchmark):
     peers, turns = benchmark["peers"], benchmark["peers"].Turns
     case = peers.Case(strategy="ddp", model="10m", length="long")
 
@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_not_the_same_loss(benchmark):
     assert benchmark["_steps"].different("x", float("nan"))
 
 
-def test_the_mutation_page_counts_what_lives_and_takes_nothing_off_for_being_equivalent(benchmark):
+def test_the_mutation_page_counts_survivors_including_equivalent_ones(benchmark):
     page = benchmark["mutation"]
 
     class Mutant:

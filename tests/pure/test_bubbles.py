@@ -1,4 +1,4 @@
-"""How long a schedule's ranks wait, as the closed forms say; what they hold, send and receive."""
+"""The bubbles of schedules in closed form, and the chunks that ranks hold, send and receive."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_wait_is_that_of_the_closed_form(name, cost):
                 assert waited <= expected.idle
 
 
-def test_a_closed_form_is_exact_wherever_the_literature_says_so():
+def test_closed_forms_are_exact_for_the_schedules_of_the_literature():
     unit, ranks = StageCost(), 4
     for name in (*ONE_STAGE, ScheduleName.BFS, ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE):
         for per_rank in stages_per_rank(name):
@@ -108,7 +108,7 @@ def test_gpipes_communication_is_paid_where_it_fills_and_where_it_drains():
         assert paid.makespan - free.makespan == 2 * 2 * (size.ranks - 1)
 
 
-def test_what_stays_on_a_rank_costs_no_communication():
+def test_transfers_within_a_rank_are_free():
     made = make_schedule(ScheduleName.ZBV, pipeline(1, 2, 3))
     free, paid = (simulate(made, costs_of(made, StageCost(), communication=c)) for c in (0, 9))
     assert free == paid
@@ -122,7 +122,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert 384 < result.makespan < 384 + 3 * 6
 
 
-# -------- what is held, what is sent
+# -------- chunks and messages
 
 
 @pytest.mark.parametrize("name", [ScheduleName.GPIPE, ScheduleName.BFS])
@@ -135,7 +135,7 @@ def test_all_forward_first_holds_all_microbatches_of_every_stage(name):
 
 
 @every_schedule
-def test_what_is_held_begins_with_one_and_ends_with_nothing_more(name):
+def test_held_chunks_start_at_one_and_end_at_zero(name):
     for size in BY_NAME[name]:
         made = make_schedule(name, size)
         for rank in range(size.ranks):
@@ -144,7 +144,7 @@ def test_what_is_held_begins_with_one_and_ends_with_nothing_more(name):
             assert all(abs(b - a) <= 2 for a, b in pairwise(counts))
 
 
-def test_what_is_held_is_weighed_by_stage():
+def test_held_chunks_are_weighted_by_stage():
     made = make_schedule(ScheduleName.BFS, pipeline(2, 2, 3))
     assert most_held(made, 0, {0: 10, 2: 1}) == 33
     assert most_held(made, 1, {1: 1, 3: 100}) == 303

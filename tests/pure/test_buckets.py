@@ -1,5 +1,5 @@
-"""Flat units of parameters that stay whole are one until they fill a bucket, and what is predicted
-of them is what closed forms say."""
+"""Flat units of replicated parameters are merged until they fill a bucket, with predictions equal
+to closed forms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_blocks_fill_buckets_from_the_last_one_and_the_root_is_in_the_last(eleme
     assert [*buckets_of(plan_of(FP32 * elements), units)] == buckets
 
 
-def test_what_is_frozen_altogether_is_no_part_of_a_bucket():
+def test_fully_frozen_units_join_no_bucket():
     units = [*zip(UNITS, (3, 0, 2, 2, 4, 9), strict=True)]
     assert [*buckets_of(plan_of(2**40), units)] == [(1,), (0, 2, 3, 4, 5)]
 
@@ -79,7 +79,7 @@ def test_units_are_joined_where_nothing_is_brought_or_made_whole_by_unit(modes, 
     assert isinstance(own, FlatUnits) and own.bucket_bytes == 0, "it may skip a block"
 
 
-def test_a_bucket_is_of_whole_parameters_and_no_unit_beside_it():
+def test_a_bucket_has_full_parameters_and_excludes_other_units():
     zero1 = ("zero1", ["mesh.dp_shard=2", "bucket=1MiB"])
     assert not check(load(*zero1).spec)
     for strategy, *more in (("zero3",), ("zero1", "unit=block"), ("zero-offload",)):
@@ -87,7 +87,7 @@ def test_a_bucket_is_of_whole_parameters_and_no_unit_beside_it():
         assert "bucket" in {fault.place for fault in check(spec)}
 
 
-def test_what_two_stages_share_is_summed_by_itself_and_stays_apart():
+def test_parameters_shared_by_two_stages_are_reduced_separately():
     spec = load("pp-zero2", ["mesh={pp: 2, dp_shard: 2}", "model={preset: gpt-tiny}"]).spec
     plan = lower(spec)
     assert plan.pipeline is not None and plan.pipeline.shared
@@ -110,7 +110,7 @@ def _settings() -> Iterator[Spec]:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "alone"])  # of two units
 @pytest.mark.parametrize("is_fresh", [False, True])
-def test_the_life_of_buckets_is_what_closed_forms_say(name, is_fresh):
+def test_the_replay_of_buckets_equals_closed_forms(name, is_fresh):
     facts, compared = MODELS[name], 0
     for spec in Random(name).sample([*_settings()], SAMPLE):
         plan = lower(spec, facts)

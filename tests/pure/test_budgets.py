@@ -1,4 +1,4 @@
-"""What is counted for the budgets of the package, and what is said where one is not held."""
+"""The statement budgets of the package, and the messages for violations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_module_has_as_many_importers_as_modules_that_name_it(small):
     assert len(small.modules_below(SMALL)) == 4
 
 
-def test_a_package_above_its_budget_is_named_with_both_figures_and_what_to_do():
+def test_a_package_above_its_budget_is_named_with_both_figures_and_the_fix():
     (wrong,) = budgets.over_or_under({"ptrain/report": 2171}, {"ptrain/report": 2160})
     assert wrong.startswith("ptrain/report has 2171 statements, 11 more than its budget of 2160:")
     assert WRITE in wrong
@@ -59,7 +59,7 @@ def test_a_package_above_its_budget_is_named_with_both_figures_and_what_to_do():
 def test_a_budget_far_above_its_package_is_to_be_lowered(number, budget, is_fine):
     wrong = [*budgets.over_or_under({"ptrain/spec": number}, {"ptrain/spec": budget})]
     assert (not wrong) is is_fine
-    assert is_fine or f"lowers it to {budgets.rounded(number)}" in wrong[0]
+    assert is_fine or f"lowers it to {budgets.round_up(number)}" in wrong[0]
 
 
 def test_a_package_without_budget_and_a_budget_without_package_are_named():

@@ -1,5 +1,5 @@
-"""Sizes that depend on data are bounds: derived of traces at several extents, checked as bounds,
-and a fit is claimed on the upper one alone, a misfit on the lower one."""
+"""Data-dependent sizes are bounds: derived from traces at several extents and checked as bounds. A
+fit is claimed for the upper bound, a misfit for the lower one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WHO = "h.0.moe and 1 more module select by data (nonzero)"
 SPEC = require_runnable(load("zero3", ["model={preset: llama-tiny}"]))
 
 
-def routed(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFacts:
-    """Facts of a model of the spec's shape whose micro-batch is as long as `extents` have it."""
+def facts_with_extents(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFacts:
+    """Return facts of a model of the spec's shape whose micro-batch has the given `extents`."""
     sizes = setting(spec.model, spec.precision.effective_layout.parameters)
     known = facts_of_shape(spec.model, spec.batch.sequence, spec.unit)
     first, *others = (
@@ -42,9 +42,9 @@ def routed(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFact
     return replace(first, by_data=WHO, others=tuple(others))
 
 
-EXACT = derive(SPEC, routed()).exact
-LEAST = derive(SPEC, routed(extents=(1,))).exact
-MOST = derive(SPEC, routed(extents=(3,))).exact
+EXACT = derive(SPEC, facts_with_extents()).exact
+LEAST = derive(SPEC, facts_with_extents(extents=(1,))).exact
+MOST = derive(SPEC, facts_with_extents(extents=(3,))).exact
 
 
 def row_of(exact: Estimate, state: State) -> Footprint:
@@ -73,21 +73,21 @@ def test_activations_and_peaks_lie_between_the_extents():
 
 
 def test_the_order_of_the_extents_does_not_matter():
-    turned = derive(SPEC, routed(extents=(1, 2, 3))).exact
-    exact = derive(SPEC, routed()).exact  # EXACT is of the torch that is installed
+    turned = derive(SPEC, facts_with_extents(extents=(1, 2, 3))).exact
+    exact = derive(SPEC, facts_with_extents()).exact  # EXACT is of the torch that is installed
     assert list(turned.memory) == list(exact.memory) and list(turned.peak) == list(exact.peak)
 
 
 @pytest.mark.parametrize("state", [State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER])
-def test_what_depends_on_no_data_stays_exact(state):
+def test_data_independent_figures_stay_exact(state):
     assert row_of(EXACT, state) == row_of(MOST, state)
     assert row_of(EXACT, state).lower_bytes is None
     assert EXACT.traffic == MOST.traffic == LEAST.traffic
     assert peak_of(EXACT, Phase.UPDATE).lower_bytes is None
 
 
-def test_what_is_moved_off_the_device_by_data_is_not_predicted():
-    facts = routed()
+def test_data_dependent_offloading_is_not_predicted():
+    facts = facts_with_extents()
     (other,) = facts.others
     assert other.timeline is not None
     moved = replace(other, timeline=other.timeline._replace(moved=(("host", 64),)))
@@ -98,8 +98,8 @@ def test_what_is_moved_off_the_device_by_data_is_not_predicted():
     assert any(row.state is State.PARAMETERS for row in exact.memory)
 
 
-def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
-    facts = replace(routed(), unvisited=("h.0.moe.1.weight", "h.0.moe.1.bias"))
+def test_experts_without_a_gradient_are_rejected_where_data_ranks_sum_gradients():
+    facts = replace(facts_with_extents(), unvisited=("h.0.moe.1.weight", "h.0.moe.1.bias"))
     with pytest.raises(SpecError) as error:
         derive(SPEC, facts)
     assert "h.0.moe.1.weight and 1 parameter more have no gradient" in str(error.value)
@@ -107,7 +107,7 @@ def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients()
 
 
 def check_of(size: int) -> Check:
-    """The check of forward's peak where so many bytes are measured."""
+    """Return the check of forward's peak for a measured number of bytes."""
     peaks = tuple(
         replace(row, device_bytes=size if row.phase is Phase.FORWARD else row.device_bytes)
         for row in EXACT.peak
@@ -166,17 +166,17 @@ def test_a_fit_is_claimed_on_the_upper_bound_and_a_misfit_on_the_lower_one():
     assert between.fits is None and between.is_open and between.unknown.startswith(WHO)
     assert fit(with_memory(lower), EXACT).fits is None
     assert fit(with_memory(lower - 1), EXACT).fits is False
-    require_fit(with_memory(lower), EXACT, routed())
+    require_fit(with_memory(lower), EXACT, facts_with_extents())
     with pytest.raises(DoesNotFit, match="does not fit by 1 B or more: the predicted peak is at"):
-        require_fit(with_memory(lower - 1), EXACT, routed())
+        require_fit(with_memory(lower - 1), EXACT, facts_with_extents())
 
 
 def prediction(spec: Spec) -> Prediction:
-    derivation = derive(spec, facts := routed())
+    derivation = derive(spec, facts := facts_with_extents())
     return Prediction(label="routed", spec=spec, derivation=derivation, num_parameters=facts.numel)
 
 
-def test_every_page_says_that_sizes_depend_on_data():
+def test_every_page_states_that_sizes_depend_on_data():
     lower, upper = EXACT.lower_peak_bytes(), EXACT.peak_bytes()
     assert lower is not None and upper is not None
     text = prediction_screen(prediction(with_memory(upper + 10**6)))

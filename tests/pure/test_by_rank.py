@@ -1,4 +1,4 @@
-"""Rows that are kept once for all ranks that have the same are the rows of every rank."""
+"""Rows stored once for ranks with equal values equal the rows of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's cache of traces: what is kept, under what, and what becomes of what cannot be read."""
+"""The user's trace cache: contents, keys, and unreadable entries."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def spec_of(*changes: str, hf: str = "LlamaForCausalLM", strategy: str = "zero3"
     return load(strategy, [f"model={{hf: {hf}, config: {CONFIG}}}", BATCH, *changes]).spec
 
 
-def test_decoded_facts_equal_the_encoded_ones() -> None:
+def test_decoded_facts_equal_the_original_facts() -> None:
     text = json.dumps(encode(FACTS, ModelFacts))
     again = decode(json.loads(text), ModelFacts)
     for name in ModelFacts.__dataclass_fields__:
@@ -94,7 +94,7 @@ def test_decoding_other_data_as_facts_raises_value_error(plain: object) -> None:
         decode(plain, ModelFacts)
 
 
-def test_what_was_traced_once_is_kept(home: Path) -> None:
+def test_traces_are_cached(home: Path) -> None:
     reader = Reader()
     assert cache.read_or_cache(spec_of(), reader) == cache.read_or_cache(spec_of(), reader) == FACTS
     assert reader.calls == 1
@@ -111,7 +111,7 @@ def test_what_was_traced_once_is_kept(home: Path) -> None:
         "name=other",
     ],
 )  # fmt: skip
-def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: str) -> None:
+def test_changing_an_unrelated_key_requests_no_new_trace(home: Path, change: str) -> None:
     reader = Reader()
     cluster = "cluster.preset=h100-8"
     cache.read_or_cache(spec_of(cluster), reader)
@@ -127,7 +127,7 @@ def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: s
         "attention=eager", "precision.compute=fp64",
     ],
 )  # fmt: skip
-def test_what_it_depends_on_does(home: Path, change: str) -> None:
+def test_changing_a_relevant_key_requests_a_new_trace(home: Path, change: str) -> None:
     reader = Reader()
     for changes in ((), (change,)):
         cache.read_or_cache(spec_of("device=cpu", *changes), reader)
@@ -161,7 +161,7 @@ def test_a_trace_of_other_code_is_another(
         ("5.3.0", '{"dir_info": {"editable": true}}', False),
     ],
 )
-def test_what_code_in_development_gave_is_not_kept(
+def test_traces_of_code_in_development_are_not_cached(
     home: Path,
     version: str,
     origin: str | None,
@@ -250,8 +250,9 @@ def test_the_trace_of_a_target_is_neither_read_nor_kept_without_leave(
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a module, another that it imports, and a file of data that it opens."""
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder with a module, another module that it imports, and a data file that it
+    opens."""
     (tmp_path / "code").mkdir()
     data = tmp_path / "code" / "sizes.json"
     reads = f"import pathlib, cached_layers\nTEXT = pathlib.Path({str(data)!r}).read_text()\n"
@@ -271,7 +272,7 @@ def rewrite(path: Path, text: str, age: float = 3600.0) -> None:
 
 
 class Importing(Reader):
-    """Imports the user's module anew, as another process does."""
+    """An importer that reloads the user's module, as another process does."""
 
     def __call__(self) -> ModelFacts:
         for name in ("cached_model", "cached_layers"):
@@ -287,36 +288,36 @@ def kept_of_target(reader: Reader) -> None:
 
 @pytest.mark.parametrize("name", ["cached_model.py", "cached_layers.py", "sizes.json"])
 def test_the_trace_of_a_target_is_kept_until_a_file_that_it_read_changes(
-    home: Path, theirs: Path, name: str
+    home: Path, user_module: Path, name: str
 ) -> None:
     reader = Importing()
     kept_of_target(reader)
     kept_of_target(reader)
     assert reader.calls == 1
-    rewrite(theirs / name, (theirs / name).read_text() + "\n")
+    rewrite(user_module / name, (user_module / name).read_text() + "\n")
     kept_of_target(reader)
     kept_of_target(reader)
     assert reader.calls == 2
-    (theirs / name).unlink()
+    (user_module / name).unlink()
     with pytest.raises((ImportError, OSError)):
         kept_of_target(reader)
 
 
 def test_a_file_of_the_targets_folder_counts_if_native_code_reads_it(
-    home: Path, theirs: Path
+    home: Path, user_module: Path
 ) -> None:
-    rewrite(theirs / "tokenizer.json", "{}")
+    rewrite(user_module / "tokenizer.json", "{}")
     reader = Importing()
     kept_of_target(reader)
     kept_of_target(reader)
     assert reader.calls == 1
-    rewrite(theirs / "tokenizer.json", '{"vocab": 2}')
+    rewrite(user_module / "tokenizer.json", '{"vocab": 2}')
     kept_of_target(reader)
     assert reader.calls == 2
 
 
 def test_modules_that_an_installed_package_generates_do_not_prevent_caching(
-    home: Path, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, user_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("")
@@ -330,7 +331,7 @@ def test_modules_that_an_installed_package_generates_do_not_prevent_caching(
 
 
 def test_files_are_watched_for_the_users_code_alone(
-    home: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, user_module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[None] = []
     monkeypatch.setattr(cache, "_watch_opened", lambda: watched.append(None))
@@ -341,7 +342,7 @@ def test_files_are_watched_for_the_users_code_alone(
 
 
 def test_a_module_that_hides_another_is_another_model(
-    home: Path, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, user_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Importing()
     kept_of_target(reader)
@@ -352,9 +353,11 @@ def test_a_module_that_hides_another_is_another_model(
     assert reader.calls == 2
 
 
-def test_code_that_was_edited_after_the_process_began_is_not_kept(home: Path, theirs: Path) -> None:
+def test_code_that_was_edited_after_the_process_began_is_not_kept(
+    home: Path, user_module: Path
+) -> None:
     reader = Importing()
-    rewrite(theirs / "cached_layers.py", "WIDTH = 2\n", age=-1.0)
+    rewrite(user_module / "cached_layers.py", "WIDTH = 2\n", age=-1.0)
     kept_of_target(reader)
     assert reader.calls == 1 and not list(cache.cached_files())
 
@@ -369,7 +372,7 @@ def test_the_cache_can_be_switched_off(home: Path, monkeypatch: pytest.MonkeyPat
     assert not Path("off").exists()
 
 
-def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
+def test_failed_traces_are_retried(home: Path) -> None:
     reader = Reader(ModelFacts(units=(), untraced="its code reads values"))
     cache.read_or_cache(spec_of(), reader)
     cache.read_or_cache(spec_of(), reader)
@@ -389,7 +392,7 @@ def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
     ],
     ids=["empty", "other", "broken", "no facts", "short", "older", "flipped"],
 )
-def test_what_cannot_be_read_is_traced_again_and_replaced(home: Path, damage: bytes) -> None:
+def test_unreadable_entries_are_retraced_and_replaced(home: Path, damage: bytes) -> None:
     reader = Reader()
     cache.read_or_cache(spec_of(), reader)
     (file,) = cache.cached_files()
@@ -401,7 +404,7 @@ def test_what_cannot_be_read_is_traced_again_and_replaced(home: Path, damage: by
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_that_cannot_be_written_keeps_nothing(home: Path) -> None:
+def test_an_unwritable_folder_caches_nothing(home: Path) -> None:
     home.parent.mkdir(mode=0o500)
     assert cache.read_or_cache(spec_of(), Reader()) == FACTS
 
@@ -447,7 +450,7 @@ def test_the_command_states_that_the_cache_is_off(
     assert json.loads(capsys.readouterr().out)["folder"] is None
 
 
-def test_the_command_leaves_what_is_not_its_own(home: Path, capsys) -> None:
+def test_the_command_keeps_foreign_files(home: Path, capsys) -> None:
     home.mkdir(parents=True)
     theirs = [home / "notes.txt", home / "data.json.gz"]
     for path in theirs:
@@ -470,8 +473,8 @@ def test_without_a_home_there_is_one_message(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize("change", ["device=cpu", "cluster.preset=h100-8", "device=cuda"])
-def test_another_process_can_be_told_of_a_trace(change: str) -> None:
-    """As it is written it is a spec again, with the compute capability of its GPUs."""
+def test_another_process_can_load_a_described_trace(change: str) -> None:
+    """The description is a spec with the compute capability of its GPUs."""
     part = traced_part(spec_of(change))
     again = load(to_mapping(part, sync_is_written=False)).spec
     assert traced_part(again) == part

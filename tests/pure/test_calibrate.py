@@ -1,4 +1,4 @@
-"""`ptrain calibrate` without its ranks: options, what it refuses, and the file that it writes."""
+"""`ptrain calibrate` without its ranks: options, rejections, and the written file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cluster_of(out: Path) -> Cluster:
     return cluster
 
 
-def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
+def test_measurements_become_a_cluster_for_specs(tmp_path, capsys):
     out = tmp_path / "here.yaml"
     assert report_rates([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
     assert "copy fp32 6400" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None
     return str(caught.value)
 
 
-def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
+def test_inconsistent_measurements_are_not_written(tmp_path, capsys):
     options = CalibrationOptions(out=tmp_path / "out.yaml")
     assert refusal(options, [part(1, spread=0.3)]) == (
         "error: calibrate: repeated measurements differ by 30% in the median, more than 25%: "
@@ -116,7 +116,7 @@ def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
     )
 
 
-def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
+def test_busy_cores_are_detected_by_their_use(tmp_path, monkeypatch):
     looks = iter([(100, 900), (130, 970)])
     monkeypatch.setattr(write, "_read_cpu_ticks", lambda: next(looks))
     monkeypatch.setattr(write, "_LOOK", 0.0)
@@ -141,7 +141,7 @@ def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
     assert "is a folder" in refusal(CalibrationOptions(out=tmp_path))
 
 
-def test_a_cluster_that_cannot_be_used_is_one_message(tmp_path, capsys):
+def test_an_unusable_cluster_gives_one_message(tmp_path, capsys):
     file = tmp_path / "broken.yaml"
     file.write_text("devices: many\nrates: {hooks: [[ddp_bucket]]}\n", encoding="utf-8")
     assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
@@ -192,7 +192,7 @@ def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(
     assert write._next_end((4,), end) == end - write._ENDING
 
 
-def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
+def test_the_tables_with_the_largest_spread_are_named(tmp_path, capsys):
     spreads = {"products": 0.01, "updates": 0.2, "collectives": 0.4}
     measured = replace(part(1), spreads=spreads, left_out=3)
     assert report_rates([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
@@ -203,7 +203,7 @@ def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
     assert "the largest points of some tables were not measured" in text
 
 
-def test_a_calibration_that_is_replaced_is_said_to_be(tmp_path, capsys):
+def test_replacing_a_calibration_is_reported(tmp_path, capsys):
     out = tmp_path / "out.yaml"
     for word in ("wrote", "replaced the rates of 2"):
         assert report_rates([part(1)], CalibrationOptions(out=out)) == 0

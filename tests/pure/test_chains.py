@@ -1,4 +1,4 @@
-"""Stages of a model that is only known by its facts, and what summing a tied tensor sends."""
+"""Stages of a model known only by its facts, and the traffic of a tied tensor's reduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import Role
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Run
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 
 HIDDEN, VOCAB, LAYERS, FP32 = 12, 50, 4, 4
 TABLE, HEAD = "base.table.weight", "head.weight"
@@ -55,7 +55,7 @@ def test_its_stages_have_its_names(tied):
     assert last.copied == (((TABLE, HEAD),) if tied else ())
 
 
-def test_a_stage_has_its_own_buffers_and_those_of_no_end():
+def test_a_stage_has_only_its_buffers():
     known = facts()
     stages = stages_of(spec(), known)
     first, last = (dict(stage_facts(spec(), known, stage).buffers) for stage in stages)
@@ -63,7 +63,7 @@ def test_a_stage_has_its_own_buffers_and_those_of_no_end():
     assert {*last} == {"base.turns", "base.h.2.mask", "base.h.3.mask"}
 
 
-def test_what_crosses_a_boundary_is_as_wide_as_its_hidden_states():
+def test_boundary_tensors_have_the_size_of_hidden_states():
     (size,) = {
         row.payload_bytes // row.calls
         for row in derive(spec(), facts()).exact.traffic
@@ -72,7 +72,7 @@ def test_what_crosses_a_boundary_is_as_wide_as_its_hidden_states():
     assert size == 16 * HIDDEN * FP32
 
 
-def test_without_traces_nobody_says_what_is_in_flight():
+def test_without_traces_in_flight_memory_is_unknown():
     undefined = derive(spec(), facts()).exact.undefined.keys()
     assert undefined == {"activations", "peak", "step_seconds"}
 
@@ -115,15 +115,15 @@ def in_flight(saved: int) -> list[int]:
     return [found.bytes_of(State.ACTIVATIONS, rank) for rank in range(2)]
 
 
-def test_traced_stages_say_what_their_micro_batches_in_flight_leave():
+def test_traced_stages_count_their_micro_batches_in_flight():
     """Two on the first stage and one on the last, each of two layers."""
     grown = [more - less for less, more in zip(in_flight(100), in_flight(1100), strict=True)]
     assert grown == [2 * 2 * 1000, 2 * 1000]
 
 
-def test_what_halves_leave_over_the_whole_pass_goes_with_the_second():
-    """700 live after forward, of them 16 an output; a whole pass leaves 4 beyond the gradient of
-    its input (16), the halves leave 304."""
+def test_the_second_half_frees_the_memory_the_first_half_leaves():
+    """700 live after forward, of them 16 an output; a full pass leaves 4 beyond the gradient of its
+    input (16), the halves leave 304."""
     whole = {Kind.FORWARD: (Run(700, 700),), Kind.BACKWARD: (Run(0, -664),)}
     halves = {Kind.INPUT: (Run(0, -264),), Kind.WEIGHT: (Run(0, -100),)}
     found = passes_of_stage(whole | halves, is_first=False, output=16, hidden=16)
@@ -137,7 +137,7 @@ ROLES = (
 )
 
 
-def test_a_stage_has_the_roles_of_its_own_ends():
+def test_a_stage_has_the_roles_of_its_embedding_or_head():
     known = facts()
     assert known.chain is not None
     ends = known.chain.ends
@@ -154,8 +154,10 @@ def test_a_copy_of_a_cut_table_is_cut_as_a_head_and_of_a_whole_one_is_whole():
     assert stage_roles(ROLES[1:2], last, 2, known.chain.ends) == ROLES[1:2]
 
 
-def sums(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **tuples: str) -> Traffic:
-    """What is summed over pp beside the norm."""
+def reductions_over_pp(
+    mesh: dict[str, int], pipeline: dict[str, object] | None = None, **tuples: str
+) -> Traffic:
+    """Return the reductions over pp without the norm."""
     placed = {"pp": "S,S,S,R", "tp": "S,S,S,R"} | tuples
     made = legal(
         mesh,
@@ -171,25 +173,25 @@ def sums(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **tupl
     return rows[max(rows)]
 
 
-TIED = 259 * 96 * FP32  # of `piped.SHAPE`
+TIED = 259 * 96 * FP32  # of `pipeline_specs.SHAPE`
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_first_and_last_stage_sum_a_tied_gradient_once_a_step(ranks):
-    found = sums({"pp": ranks})
+    found = reductions_over_pp({"pp": ranks})
     assert (found.calls, found.payload_bytes) == (2, TIED + FP32)
 
 
 def test_a_v_has_both_on_one_rank_and_sends_nothing():
-    found = sums({"pp": 2}, {"schedule": "zbv"})
+    found = reductions_over_pp({"pp": 2}, {"schedule": "zbv"})
     assert (found.calls, found.payload_bytes) == (1, FP32)
 
 
 def test_ranks_with_slices_sum_their_slices():
-    assert sums({"pp": 2, "tp": 2}).payload_bytes == 130 * 96 * FP32 + FP32
-    of_rows = sums({"pp": 2, "dp_shard": 2}, dp_shard="S*,S,S,R")
+    assert reductions_over_pp({"pp": 2, "tp": 2}).payload_bytes == 130 * 96 * FP32 + FP32
+    of_rows = reductions_over_pp({"pp": 2, "dp_shard": 2}, dp_shard="S*,S,S,R")
     assert of_rows.payload_bytes == 130 * 96 * FP32 + FP32
-    flat = sums({"pp": 2, "dp_shard": 2}, dp_shard="R,S,S,R")
+    flat = reductions_over_pp({"pp": 2, "dp_shard": 2}, dp_shard="R,S,S,R")
     assert flat.payload_bytes == TIED // 2 + FP32
-    whole = sums({"pp": 2, "dp_replicate": 2}, dp_replicate="R,R,R,R")
+    whole = reductions_over_pp({"pp": 2, "dp_replicate": 2}, dp_replicate="R,R,R,R")
     assert whole.payload_bytes == TIED + FP32

@@ -1,4 +1,4 @@
-"""A schedule's picture before it is drawn: boxes, what is written where, and the colours."""
+"""The layout of a schedule chart before drawing: boxes, texts and colours."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_halves_of_a_pair_lie_above_each_other_as_long_as_the_pair():
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES, ids=str)
-def test_nothing_is_written_over_anything_else_or_past_the_edge(name, size):
+def test_texts_do_not_overlap_or_leave_the_sheet(name, size):
     sheet = sheet_of(name, size)
     texts = sorted(sheet.texts, key=lambda text: text.left)
     for at, one in enumerate(texts):
@@ -160,7 +160,7 @@ def test_a_sheet_grows_with_ranks_and_time_up_to_40_inches():
     assert sheet_of(ScheduleName.GPIPE, pipeline(1000, 1, 2)).height < 65535 * 72 / 150
 
 
-def test_a_sheet_says_which_schedule_of_what_and_its_bubble_in_both_conventions():
+def test_a_sheet_names_schedule_model_and_both_bubble_conventions():
     texts = texts_of(sheet_of(ScheduleName.ONE_F_ONE_B, pipeline(8, 1, 32), "my-spec"))
     assert texts[0] == "my-spec"
     assert texts[1] == "1f1b · ranks: 8 · stages: 8, 1 per rank · micro-batches: 32"
@@ -178,7 +178,7 @@ def test_a_sheet_names_the_stages_where_a_rank_has_several():
     assert "stages 0, 2 … 10" in texts
 
 
-def test_a_long_name_goes_on_in_the_next_line():
+def test_a_long_name_is_wrapped():
     long = "-".join(["seventy"] * 30)
     texts = texts_of(sheet_of(ScheduleName.GPIPE, pipeline(2, 1, 4), long))
     lines = next(at for at, text in enumerate(texts) if text.startswith("gpipe"))
@@ -190,7 +190,7 @@ def test_a_long_name_goes_on_in_the_next_line():
 
 
 def lab(colour: str, eye: str) -> tuple[float, float, float]:
-    """CIE L*a*b* of what an eye sees of an sRGB colour."""
+    """Return the CIE L*a*b* colour of an sRGB colour."""
     light = [luminance(f"#{colour[at : at + 2] * 3}") for at in (1, 3, 5)]
     seen = [min(1, max(0, sum(map(float.__mul__, map(float, row), light)))) for row in SEEN[eye]]
     x, y, z = (cube_root(sum(map(float.__mul__, row, map(float, seen)))) for row in XYZ)
@@ -198,12 +198,13 @@ def lab(colour: str, eye: str) -> tuple[float, float, float]:
 
 
 def cube_root(value: float) -> float:
-    """As CIE 1976 straightens it near 0."""
+    """Return the cube root, linear near 0 as in CIE 1976."""
     return value ** (1 / 3) if value > (6 / 29) ** 3 else value / (3 * (6 / 29) ** 2) + 4 / 29
 
 
 def distance(one: str, two: str) -> float:
-    """CIE 1976, in the eyes that tell them apart least; 2.3 is just noticeable."""
+    """Return the CIE 1976 distance for the colour vision that distinguishes the two least; 2.3 is
+    just noticeable."""
     return min(
         sum((a - b) ** 2 for a, b in zip(lab(one, eye), lab(two, eye), strict=True)) ** 0.5
         for eye in SEEN
@@ -211,7 +212,7 @@ def distance(one: str, two: str) -> float:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
-def test_the_colour_blind_tell_kinds_apart_in_every_shade_and_from_idle(stages):
+def test_colour_blind_readers_distinguish_kinds_and_idle_time(stages):
     for one, two in combinations(Kind, 2):
         for shade in shades(one, stages):
             assert distance(shade, "#ffffff") > 15
@@ -219,13 +220,13 @@ def test_the_colour_blind_tell_kinds_apart_in_every_shade_and_from_idle(stages):
                 assert distance(shade, other) > 15, (one, two)
 
 
-def test_two_stages_of_a_rank_have_shades_that_all_tell_apart():
+def test_two_stages_of_a_rank_have_distinguishable_shades():
     for kind in Kind:
         assert distance(*shades(kind, 2)) > 10
         assert len(set(shades(kind, 8))) == 8
 
 
-def test_numbers_stand_out_from_every_colour():
+def test_numbers_contrast_with_every_colour():
     for kind in Kind:
         for colour in shades(kind, 5):
             light, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)

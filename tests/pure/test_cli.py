@@ -1,4 +1,4 @@
-"""The command line: what it imports, how it refuses, and how it ends."""
+"""The command line: imports, rejections, and exit codes."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def test_the_command_runs_as_a_module(module):
 
 
 @pytest.mark.parametrize("call", ["main()", "main(sys.argv[1:])"])
-def test_what_the_command_imports_is_not_collected_but_what_its_caller_has_is(call):
+def test_garbage_collection_skips_imports_and_restores_the_callers_settings(call):
     """A full collection would visit 35,000 imported objects; `main(words)` is a call among others
-    of a process, whose garbage is none of its business."""
+    of a process, whose garbage is not its business."""
     code = f"import gc, sys\nfrom ptrain.cli.main import main\n{call}\n"
     ended = python(f"{code}print(gc.get_freeze_count(), file=sys.stderr)", "predict", "zero3")
     assert (int(ended.stderr) > 10_000) is (call == "main()")
@@ -176,7 +176,7 @@ def options() -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
                         yield verb, found, how
 
 
-def test_every_option_says_what_it_does_its_values_and_its_default():
+def test_every_option_states_effect_values_and_default():
     for verb, found, how in options():
         what, text = f"{verb} {found[0]}", how["help"]
         assert text[0].isupper() and text.endswith("."), what
@@ -275,7 +275,7 @@ def test_predict_takes_a_model_as_select_does(capsys):
         ("zero3 --devices 8", "Use `mesh.dp_shard=8`."),
     ],
 )
-def test_predict_says_what_a_model_or_a_spec_needs(words, message, capsys):
+def test_predict_lists_the_missing_keys_of_a_model_or_spec(words, message, capsys):
     assert main(["predict", *words.split()]) == WRONG_INPUT
     assert message in capsys.readouterr().err
 
@@ -301,7 +301,7 @@ def test_a_wrong_spec_with_json_gives_its_faults_as_json(capsys):
     assert record["faults"][0]["place"] == "mesh.dp_shrd"
 
 
-def test_predict_without_a_spec_says_what_is_missing(capsys):
+def test_predict_without_a_spec_names_the_missing_argument(capsys):
     assert main(["predict"]) == 2
     assert "SPEC is missing" in capsys.readouterr().err
 
@@ -343,7 +343,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
         (["predict", "no-such-spec"], "no spec named"),
     ],
 )
-def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
+def test_of_the_ranks_of_a_launcher_the_first_alone_rejects(
     words, finding, rank, monkeypatch, capsys
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -399,13 +399,13 @@ def test_a_reader_that_leaves_early_is_no_error(arguments: list[str]):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_help_whose_reader_leaves_early_is_no_error():
+def test_help_with_a_closed_pipe_is_no_error():
     ended = python(CLOSED.format(descriptors=[1], arguments=["predict", "--help"]))
     assert ended.returncode in (0, 141)  # argparse drops a text that it cannot write at once
     assert ended.stderr == ""
 
 
-def test_a_message_whose_reader_left_leaves_no_traceback():
+def test_a_message_to_a_closed_pipe_prints_no_traceback():
     ended = python(CLOSED.format(descriptors=[1, 2], arguments=["predict", "no-such-spec"]))
     assert (ended.returncode, ended.stderr) == (141, "")
 
@@ -416,7 +416,7 @@ def test_a_standard_output_that_is_closed_at_the_start_is_no_error():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_validate_leaves_nothing_behind_for_a_spec_that_is_refused(tmp_path, monkeypatch, capsys):
+def test_validate_leaves_no_files_for_a_rejected_spec(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["validate", "no-such-spec"]) == 2
     assert "no spec named" in capsys.readouterr().err

@@ -30,10 +30,10 @@ from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.oracles.context import (
-    edges,
-    exchanged,
+    document_traffic,
     gathered_bytes,
     keys_and_values,
+    layer_exchange,
     queries,
     slowest,
     tokens,
@@ -46,8 +46,8 @@ AGAIN = ActivationMode(policy=Policy(), tier=Tier.DEVICE)
 ARRIVED = ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
-def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
-    """Heads and tokens that the ranks divide; the rest as it comes."""
+def random_shapes(attention, ranks: int, tp: int, layout: str) -> Spec:
+    """Yield shapes whose heads and tokens the ranks divide."""
     draw = Random(f"{attention} {ranks} {tp} {layout}")
     kv_heads = tp * draw.choice((1, 2, 3, 4))  # which Ulysses repeats where it does not divide them
     heads = kv_heads * ranks * draw.choice((1, 3))
@@ -70,7 +70,7 @@ def settings():
     for attention, tp, layout in product(ATTENTIONS, (1, 2), ("fp32", "bf16", "zero16")):
         several = [attention.ulysses * attention.ring] if isinstance(attention, Hybrid) else [2, 4]
         for ranks in several:
-            yield drawn(attention, ranks, tp, layout)
+            yield random_shapes(attention, ranks, tp, layout)
 
 
 FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",)))
@@ -81,10 +81,10 @@ FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
     [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN), (ARRIVED, AGAIN, ARRIVED)],
     ids=["plain", "again", "again but for what arrived"],
 )
-def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
+def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, FACTS)
-        layer = exchanged(spec, plan.context)
+        layer = layer_exchange(spec, plan.context)
         expected: Counter[tuple[Collective, Phase]] = Counter()
         calls: Counter[tuple[Collective, Phase]] = Counter()
         for (collective, phase), (number, size) in layer.items():
@@ -100,7 +100,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
         assert +counted == +expected and +counted_calls == +calls, spec.context
 
 
-def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_is_sent_for_them():
+def test_document_starts_are_gathered_once_per_micro_batch():
     for spec in settings():
         packed = replace(spec, model=replace(spec.model, document_start=1))
         plain, more = (
@@ -110,7 +110,9 @@ def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_i
         ((row, number),) = (more - plain).items()
         assert number == 1 and not plain - more
         assert (row.key.collective, row.key.phase) == (Collective.ALL_GATHER, Phase.FORWARD)
-        assert (row.calls, row.sent_bytes) == edges(packed, context_of(packed)), spec.context
+        assert (row.calls, row.sent_bytes) == document_traffic(packed, context_of(packed)), (
+            spec.context
+        )
 
 
 def _again(phase: Phase, kept: tuple[ActivationMode, ...]) -> int:
@@ -128,12 +130,12 @@ def spec_of(attention, ranks: int, sequence: int, *, kv_heads: int = 2, layout: 
     return replace(spec, context=ContextSpec(attention=attention))
 
 
-def figures(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
-    """What leaves a rank in forward and in backward, in kappa."""
+def traffic_in_kappa(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
+    """Return a rank's traffic in forward and in backward, in units of kappa."""
     spec = spec_of(attention, ranks, 64, **options)
     step = context_of(spec)
     kappa = keys_and_values(spec, spec.model, step)
-    layer = exchanged(spec, step)
+    layer = layer_exchange(spec, step)
     forward, backward = (
         sum(size for (_, when), (_, size) in layer.items() if when is phase)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -143,17 +145,17 @@ def figures(attention, ranks: int, **options) -> tuple[Fraction, Fraction]:
 
 def test_figures_are_those_that_kernel_counters_gave_on_four_ranks():
     # measured: 3.01 / 7.02 in fp32, 3.08 / 11.19 in bf16, 1.51 / 1.51 with as many heads of keys
-    assert figures(ContextAttention.RING, 4, layout="fp32") == (3, 7)
-    assert figures(ContextAttention.ZIGZAG, 4) == (3, 11)
-    assert figures(ContextAttention.ALL_GATHER, 4) == (3, 3)
-    assert figures(ContextAttention.ULYSSES, 4, kv_heads=8) == (Fraction(3, 2),) * 2
+    assert traffic_in_kappa(ContextAttention.RING, 4, layout="fp32") == (3, 7)
+    assert traffic_in_kappa(ContextAttention.ZIGZAG, 4) == (3, 11)
+    assert traffic_in_kappa(ContextAttention.ALL_GATHER, 4) == (3, 3)
+    assert traffic_in_kappa(ContextAttention.ULYSSES, 4, kv_heads=8) == (Fraction(3, 2),) * 2
 
 
-def test_a_hybrid_sends_what_ulysses_does_and_a_shorter_ring():
+def test_a_hybrid_sends_like_ulysses_plus_a_shorter_ring():
     spec = spec_of(Hybrid(ulysses=2, ring=2), 4, 64, layout="fp32")
     step = context_of(spec)
     theta, kappa = (f(spec, spec.model, step) for f in (queries, keys_and_values))
-    layer = exchanged(spec, step)
+    layer = layer_exchange(spec, step)
     exchange = (2 * theta + kappa) // 2
     assert layer[Collective.ALL_TO_ALL, Phase.FORWARD] == (4 + 1, exchange + kappa)
     assert layer[Collective.ALL_TO_ALL, Phase.BACKWARD] == (4 + 3, exchange + 3 * kappa)
@@ -169,7 +171,7 @@ def test_gathered_keys_and_values_are_kept_and_those_of_a_ring_are_not():
 
 def test_ulysses_sends_keys_as_often_as_ranks_need_them():
     few, many = (spec_of(ContextAttention.ULYSSES, 4, 64, kv_heads=heads) for heads in (2, 4))
-    assert exchanged(few, context_of(few)) == exchanged(many, context_of(many))
+    assert layer_exchange(few, context_of(few)) == layer_exchange(many, context_of(many))
     ring = (spec_of(ContextAttention.RING, 4, 64, kv_heads=heads) for heads in (2, 4))
     once, twice = (keys_and_values(each, each.model, context_of(each)) for each in ring)
     assert twice == 2 * once
@@ -177,7 +179,7 @@ def test_ulysses_sends_keys_as_often_as_ranks_need_them():
 
 def test_of_another_model_nothing_is_known():
     spec = replace(spec_of(ContextAttention.RING, 2, 64), model=ExternalModel(target="a:b"))
-    assert exchanged(spec, context_of(spec)) is None
+    assert layer_exchange(spec, context_of(spec)) is None
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=str)

@@ -1,5 +1,5 @@
-"""The closed forms of the data axes against the life of the same plan: what is resident, sent,
-gathered and at most there, on models in which each unit in turn dominates."""
+"""The closed forms of the data axes compared with the replay of the same plan: resident memory,
+traffic, gathered units and peaks, for models in which each unit in turn dominates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def report(
     ]
 
 
-def plain(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
+def plain_settings(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
     settings = (plain_setting(choice, MODELS[name]) for choice in chosen)
     return (setting for setting in settings if setting is not None)
 
@@ -78,18 +78,20 @@ def plain(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sample_of_modes_meshes_layouts_and_overlap_has_its_closed_form(name, is_fresh):
     sample = Random(f"{name} {is_fresh}").sample(choices(), SAMPLE)
-    assert not report(name, plain(sample, name), MODELS[name], is_fresh=is_fresh)
+    assert not report(name, plain_settings(sample, name), MODELS[name], is_fresh=is_fresh)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_modes_meshes_layouts_and_overlap_have_their_closed_form(name):
-    assert not report(name, plain(choices(), name), MODELS[name], is_fresh=False)
+    assert not report(name, plain_settings(choices(), name), MODELS[name], is_fresh=False)
 
 
-def drawn(seed: int, settings: Callable[[Random, ModelFacts], Setting | None]) -> list[str]:
-    """The differences in the setting of this seed, if it makes a plan."""
+def random_differences(
+    seed: int, settings: Callable[[Random, ModelFacts], Setting | None]
+) -> list[str]:
+    """Return the differences in the setting of this seed, if it makes a plan."""
     draw = Random(seed)
     name = draw.choice([*MODELS])
     is_fresh = draw.random() < 0.3
@@ -101,13 +103,15 @@ def drawn(seed: int, settings: Callable[[Random, ModelFacts], Setting | None]) -
 @pytest.mark.parametrize("start", range(0, DRAWN, STRIDE))
 @pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
 def test_drawn_degrees_optimizers_and_dials_have_their_closed_form(settings, start):
-    assert not [line for seed in range(start, start + STRIDE) for line in drawn(seed, settings)]
+    assert not [
+        line for seed in range(start, start + STRIDE) for line in random_differences(seed, settings)
+    ]
 
 
 @pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
 def test_an_axis_over_tokens_is_another_data_axis_to_the_closed_forms(settings):
     settings = partial(settings, meshes=OVER_TOKENS)
-    assert not [line for seed in range(2 * STRIDE) for line in drawn(seed, settings)]
+    assert not [line for seed in range(2 * STRIDE) for line in random_differences(seed, settings)]
 
 
 @pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
@@ -133,10 +137,12 @@ def test_units_of_experts_are_over_fewer_axes(settings):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
 def test_many_drawn_degrees_optimizers_and_dials_have_their_closed_form(settings):
-    assert not [line for seed in range(DRAWN, DRAWN_AT_NIGHT) for line in drawn(seed, settings)]
+    assert not [
+        line for seed in range(DRAWN, DRAWN_AT_NIGHT) for line in random_differences(seed, settings)
+    ]
 
 
-def on_shards(placement, degree: int = 2, **options) -> Spec:
+def sharded_spec(placement, degree: int = 2, **options) -> Spec:
     options = {"clip": None, "model": BY_HAND, **options}
     return make_spec({SHARD: (degree, placement)}, **options)
 
@@ -162,26 +168,26 @@ def peaks(*arguments, **options) -> tuple[object, ...]:
 
 def test_zero_2_has_a_whole_gradient_and_its_shard_when_it_is_reduced():
     # update: the kept shard; the updated part is a view of Theta, gathered in place
-    assert peaks(on_shards(ZERO_2), FlatUnits) == (0, ALL + PART, PART)
+    assert peaks(sharded_spec(ZERO_2), FlatUnits) == (0, ALL + PART, PART)
 
 
 def test_an_exchange_for_the_reduce_scatter_has_one_whole_gradient_more():
-    spec = on_shards(ZERO_2, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    spec = sharded_spec(ZERO_2, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     assert peaks(spec, FlatUnits) == (0, 2 * ALL + PART, PART)
 
 
-def test_later_micro_batches_reduce_beside_the_shard_that_is_kept():
-    assert peaks(on_shards(ZERO_2, accumulate=3), FlatUnits) == (PART, ALL + 2 * PART, PART)
+def test_later_micro_batches_reduce_into_the_stored_shard():
+    assert peaks(sharded_spec(ZERO_2, accumulate=3), FlatUnits) == (PART, ALL + 2 * PART, PART)
 
 
 def test_a_sum_that_is_reduced_last_is_whole_in_every_forward_but_the_first():
     last = SyncPolicy(gradients=GradientSync.LAST)
-    spec = on_shards(ZERO_2, accumulate=3, sync=last)
+    spec = sharded_spec(ZERO_2, accumulate=3, sync=last)
     assert peaks(spec, FlatUnits) == (ALL, ALL + PART, PART)
 
 
 def test_zero_1_reduces_its_whole_gradient_for_the_update():
-    assert peaks(on_shards(ZERO_1), FlatUnits) == (0, ALL + COPY, ALL + PART)
+    assert peaks(sharded_spec(ZERO_1), FlatUnits) == (0, ALL + COPY, ALL + PART)
 
 
 def test_a_gradient_is_gone_when_the_state_goes_back():
@@ -189,7 +195,9 @@ def test_a_gradient_is_gone_when_the_state_goes_back():
     back it is there twice, beside the second and the master copy, but no longer beside the
     gradient in the updated dtype."""
     facts, kept, gradient, state = make_facts(((61,),), ()), 62 * 2, 61 * 4, 62 * 4
-    spec = on_shards(tuple_of("R,S*,R"), layout=LAYOUTS["zero16"], optimizer="muon", momentum=0.9)
+    spec = sharded_spec(
+        tuple_of("R,S*,R"), layout=LAYOUTS["zero16"], optimizer="muon", momentum=0.9
+    )
     update = kept + max(gradient + 3 * state, 4 * state)
     assert peaks(spec, FlatUnits, facts)[-1] == update
     plan = lower(spec, facts)
@@ -202,7 +210,7 @@ def test_other_habits_of_fsdp2_have_their_closed_form(start, monkeypatch):
     monkeypatch.setattr(installed, "torch_minor", lambda: "2.15")
     assert fsdp2_behavior() not in (BEHAVIORS[other] for other in TESTED_TORCH if other != "2.15")
     seeds = range(start, start + STRIDE)
-    assert not [line for seed in seeds for line in drawn(seed, drawn_fully_sharded)]
+    assert not [line for seed in seeds for line in random_differences(seed, drawn_fully_sharded)]
 
 
 TWO = make_facts(((4,),), ((4,),), ())
@@ -215,33 +223,33 @@ def test_the_buffer_of_a_gather_stays_until_the_next_parameters_are_there(
     # two blocks of 4 elements in fp32; the second is copied out beside one buffer or two, and the
     # gather itself is beside the one before in any case
     monkeypatch.setattr(installed, "torch_minor", lambda: torch)
-    forward, *_ = peaks(on_shards(GATHERED), FullyShard, facts=TWO)
+    forward, *_ = peaks(sharded_spec(GATHERED), FullyShard, facts=TWO)
     assert forward == max(2, 1 + buffers) * 4 * 4
 
 
 def test_fsdp2_gathers_into_a_buffer_and_copies_it_out():
     # 5 rows on 2 ranks are 3 + 3 of 5, and 3 rows are 2 + 2
     whole, part = (60 + 10) * 4, (30 + 5) * 4
-    forward, backward, update = peaks(on_shards(GATHERED), FullyShard)
+    forward, backward, update = peaks(sharded_spec(GATHERED), FullyShard)
     assert forward == 2 * whole
     # autograd's gradients (60 elements), the input and the output of the reduction
     assert backward == max(2 * whole, whole + ALL, ALL + whole, 20 * 4 + whole + part)
     assert update == part
 
 
-def test_ddp_has_its_buckets_always_and_one_gradient_beside_them():
-    assert peaks(on_shards(WHOLE), Replicate) == (ALL, ALL + COPY, ALL)
-    assert peaks(on_shards(WHOLE, accumulate=3), Replicate) == (ALL, ALL, ALL)
+def test_ddp_holds_its_buckets_and_one_gradient():
+    assert peaks(sharded_spec(WHOLE), Replicate) == (ALL, ALL + COPY, ALL)
+    assert peaks(sharded_spec(WHOLE, accumulate=3), Replicate) == (ALL, ALL, ALL)
 
 
 def test_one_device_has_its_gradients_from_its_first_backward_pass_on():
-    assert peaks(on_shards(WHOLE, degree=1), LocalGradients) == (0, ALL, ALL)
-    assert peaks(on_shards(WHOLE, degree=1, accumulate=2), LocalGradients) == (ALL, ALL, ALL)
+    assert peaks(sharded_spec(WHOLE, degree=1), LocalGradients) == (0, ALL, ALL)
+    assert peaks(sharded_spec(WHOLE, degree=1, accumulate=2), LocalGradients) == (ALL, ALL, ALL)
 
 
 @pytest.mark.parametrize("placement", [WHOLE, ZERO_1, ZERO_2, GATHERED])
 @pytest.mark.parametrize("count", [1, 3])
-def test_one_device_ddp_and_torch_s_zero_1_agree_with_their_life(placement, count):
+def test_one_device_ddp_and_zero_redundancy_agree_with_their_replay(placement, count):
     for axis, degree in ((Axis.DP_REPLICATE, 3), (SHARD, 1), (SHARD, 3)):
         for name, facts in MODELS.items():
             for layout in LAYOUTS.values():
@@ -259,8 +267,8 @@ def test_one_device_ddp_and_torch_s_zero_1_agree_with_their_life(placement, coun
                 assert not report(name, [(spec, plan)], facts, is_fresh=False)
 
 
-def test_what_has_no_closed_form_is_refused_by_name():
-    spec = on_shards(ZERO_2, clip=1.0)
+def test_settings_without_a_closed_form_are_rejected_by_name():
+    spec = sharded_spec(ZERO_2, clip=1.0)
     plan = lower(spec, ALONE)
     assert plan.clip is not None
     within_tp = plan.replace_steps(replace(plan.clip, operator_axes=(Axis.TP,)))
@@ -282,7 +290,7 @@ def test_muon_s_temporaries_are_a_gradient_two_matrices_and_two_grams():
 def test_every_figure_of_a_plan_is_compared():
     """A comparison of nothing would always hold."""
     facts = MODELS["equal"]
-    spec, plan = next(plain(choices(), "equal"))
+    spec, plan = next(plain_settings(choices(), "equal"))
     names = in_closed_form(spec, plan, facts, is_fresh=False)
     assert {f"peak {phase} 0" for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)} <= {
         *names

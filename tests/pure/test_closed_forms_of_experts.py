@@ -1,5 +1,5 @@
-"""The closed forms of the expert axis against what is derived: what ranks have of the experts, and
-what they send to those of others."""
+"""The closed forms of the expert axis compared with the derivation: the experts of each rank, and
+the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from tests.oracles.expert import (
+    local_expert_elements,
     of_a_layer,
     of_a_router,
-    own_experts,
     ranks_of_experts,
     rows_bytes,
     trip_bytes,
@@ -68,7 +68,7 @@ def spec_of(shape: ModelShape, ranks: int, **sections: Any) -> Spec:
     return make_spec(mesh, model=shape, **sections)
 
 
-def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
+def plan_spec(spec: Spec) -> tuple[Plan, ModelFacts]:
     shape = spec.model
     assert isinstance(shape, ModelShape)
     known = facts(shape, spec.batch.sequence, apart=expert_modules(spec))
@@ -76,7 +76,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
 
 
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:
-    """Calls and sent bytes of a step by collective and phase."""
+    """Return calls and sent bytes of a step by collective and phase."""
     counted: Counter[tuple[Any, ...]] = Counter()
     for row in expert_traffic(spec, plan):
         assert row.key.axes == (axis,)
@@ -86,10 +86,10 @@ def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
-def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
+def test_traffic_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
     spec = spec_of(shape, ranks, accumulate=3, layout=LAYOUTS["fp32"])
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
     for collective, phase, calls, size in of_a_layer(spec, shape):
@@ -107,7 +107,7 @@ def test_routers_of_slices_count_over_them_in_each_layer_and_micro_batch(name, b
     mesh = {Axis.CP: (4, tuple_of("S*,S,S,S"))}
     spec = make_spec(mesh, model=shape, accumulate=3, layout=LAYOUTS["bf16"])
     spec = replace(spec, context=ContextSpec(attention=attention))
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
     stretches = 2 if attention is ZIGZAG else 1
@@ -126,7 +126,7 @@ IN_FULL = {Axis.TP: tuple_of("S,S,S,R"), Axis.CP: tuple_of("S*,S,S,S"), Axis.EP:
 
 
 def folded_spec(shape: ModelShape, attention: ContextAttention | None, **mesh: int) -> Spec:
-    """Of 36 tokens; without attention over cp there is none."""
+    """Return a folded spec with 36 tokens, without attention over cp."""
     axes = {Axis(name): (degree, IN_FULL[Axis(name)]) for name, degree in mesh.items()}
     spec = make_spec(axes, model=shape, accumulate=3, sequence=36)
     context = ContextSpec(attention=attention) if attention else spec.context
@@ -137,7 +137,7 @@ def folded_spec(shape: ModelShape, attention: ContextAttention | None, **mesh: i
 def test_ranks_of_a_folded_tp_route_each_token_of_those_that_they_share_once(tp, attention):
     cp = {"cp": 3} if attention else {}
     spec = folded_spec(EVEN, attention, **cp, ep=2, tp=tp)
-    plan, _ = planned(spec)
+    plan, _ = plan_spec(spec)
     step = plan.experts
     assert step is not None and step.counting == ((Axis.CP, Axis.TP) if cp else (Axis.TP,))
     tokens = [[t for span in own for t in range(*span)] for own in step.spans]
@@ -156,7 +156,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
     shape = replace(EVEN, **SHAPES[name], **BALANCED)
     cp = {"cp": 3} if attention else {}
     spec = folded_spec(shape, attention, **cp, ep=2, tp=tp)
-    plan, whole = planned(spec)
+    plan, whole = plan_spec(spec)
     assert plan.experts is not None
     expected: Counter[tuple[Any, ...]] = Counter()
     layers = 3 * sum(map(shape.has_experts, range(shape.layers)))
@@ -175,7 +175,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
         counted[row.key.axes, row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
     assert counted == expected
     own = with_own_experts(whole, plan.experts, ranks_of_experts(spec))
-    less = own_experts(shape, 1) - own_experts(shape, 2 * tp)
+    less = local_expert_elements(shape, 1) - local_expert_elements(shape, 2 * tp)
     assert whole.numel - own.numel == layers // 3 * less
 
 
@@ -191,7 +191,7 @@ def test_places_over_cp_are_those_of_whole_samples():
         assert own_places(spec, shape) == places
 
 
-def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
+def test_a_fully_recomputed_layer_repeats_its_exchange():
     shape = replace(SHAPE, capacity_factor=1.0)
     spec = spec_of(shape, 2)
     plain, again, kept = (
@@ -202,7 +202,7 @@ def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
             ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,))),
         )
     )
-    once, twice, stays = (totals(of, planned(of)[0]) for of in (plain, again, kept))
+    once, twice, stays = (totals(of, plan_spec(of)[0]) for of in (plain, again, kept))
     assert stays == once
     more = twice - once
     assert {key[1] for key in more} == {Phase.BACKWARD}
@@ -210,14 +210,14 @@ def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
 
 
 @pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
-def test_each_rank_has_as_many_experts_and_all_else(name, ranks):
+def test_each_rank_has_equally_many_experts_and_all_other_parameters(name, ranks):
     shape = replace(SHAPE, **SHAPES[name])
-    plan, whole = planned(spec_of(shape, ranks))
+    plan, whole = plan_spec(spec_of(shape, ranks))
     assert plan.experts is not None
     own = with_own_experts(whole, plan.experts, ranks)
     layers = sum(map(shape.has_experts, range(shape.layers)))
-    others = whole.numel - layers * own_experts(shape, 1)
-    assert own.numel == others + layers * own_experts(shape, ranks)
+    others = whole.numel - layers * local_expert_elements(shape, 1)
+    assert own.numel == others + layers * local_expert_elements(shape, ranks)
     cut = {unit.modules for unit in own.units if any(t.is_cut for t in unit.tensors)}
     assert cut == {unit.modules for unit in own.units if plan.is_apart(unit.modules)}
 

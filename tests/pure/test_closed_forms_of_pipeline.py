@@ -1,5 +1,5 @@
-"""The pipeline axis' closed forms against the schedules' orders and the exact column: chunks in
-flight, sends and receives, and what each stage has."""
+"""The closed forms of the pipeline axis compared with the schedules and the exact column: chunks in
+flight, messages, and the parameters of each stage."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ptrain.timeline import Kind
 from tests.oracles.pipeline import (
     boundary_bytes,
     chunks_in_flight,
-    crossings,
     forwards_first,
+    messages_of_rank,
     rank_parameters,
     shared_elements,
     spans,
 )
-from tests.oracles.tensor import scalars, traffic, words
-from tests.pure.piped import legal
+from tests.oracles.tensor import scalars, traffic, vocab_shard_size
+from tests.pure.pipeline_specs import legal
 from tests.pure.pipelines import GRID, most_held, pipeline, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
 
@@ -83,7 +83,7 @@ def spec_of(
     )
 
 
-def drawn_split(stages: int, *key: object) -> list[int]:
+def random_split(stages: int, *key: object) -> list[int]:
     draw = random.Random(repr((stages, key)))
     return [draw.randrange(1, 4) for _ in range(stages)]
 
@@ -93,8 +93,8 @@ def step_of(derivation: Derivation) -> Pipeline:
     return derivation.plan.pipeline
 
 
-def over(estimate: Estimate, axis: Axis, rank: int) -> dict[object, tuple[int, int]]:
-    """What a rank sends over an axis in a step: calls and payload."""
+def traffic_over(estimate: Estimate, axis: Axis, rank: int) -> dict[object, tuple[int, int]]:
+    """Return a rank's calls and payload over an axis in a step."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
         for row in estimate.of_rank(rank).traffic
@@ -106,7 +106,7 @@ def over(estimate: Estimate, axis: Axis, rank: int) -> dict[object, tuple[int, i
 
 
 @every_schedule
-def test_chunks_in_flight_are_as_many_as_the_literature_says(name):
+def test_the_number_of_chunks_in_flight_matches_the_literature(name):
     for size in sizes(name):
         order = schedule_of(size)
         for rank in range(size.ranks):
@@ -121,7 +121,7 @@ def test_chunks_in_flight_are_as_many_as_the_literature_says(name):
 
 
 @every_schedule
-def test_a_rank_warms_up_as_the_literature_says(name):
+def test_warmup_lengths_match_the_literature(name):
     for size in sizes(name):
         order = schedule_of(size)
         for rank in range(size.ranks):
@@ -136,7 +136,7 @@ def test_a_rank_warms_up_as_the_literature_says(name):
 @every_schedule
 def test_a_rank_sends_and_receives_over_the_boundaries_of_its_stages(name, ranks):
     for per_rank in stages_per_rank(name):
-        split = drawn_split(ranks * per_rank, name)
+        split = random_split(ranks * per_rank, name)
         spec = spec_of(name, ranks, split, accumulate=2 * ranks, optimizer={"clip": None})
         derivation = derive(spec)
         size = size_of_step(step_of(derivation), spec.batch.accumulate)
@@ -145,23 +145,23 @@ def test_a_rank_sends_and_receives_over_the_boundaries_of_its_stages(name, ranks
             rows = [row for row in derivation.exact.of_rank(rank).traffic if row.sent_bytes]
             assert {row.key.collective for row in rows} == {Collective.SEND}
             assert all(row.sent_bytes == row.payload_bytes for row in rows)
-            assert over(derivation.exact, Axis.PP, rank) == {
+            assert traffic_over(derivation.exact, Axis.PP, rank) == {
                 (collective, State.ACTIVATIONS, phase): (calls, calls * TOKENS * HIDDEN * 4)
-                for (collective, phase), calls in crossings(size, rank).items()
+                for (collective, phase), calls in messages_of_rank(size, rank).items()
             }
 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
 @every_model
-def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss_parallel):
+def test_each_rank_has_the_traffic_of_its_layers_and_boundaries(model, plan, loss_parallel):
     """Over tp what the operators of its layers do; over pp, beside the boundaries, one number for
     the norm and one for overflows, and a tied head's gradient. Slices of words are unequal, but
     where logits are gathered."""
     turn = [*MODELS.values()].index(model) + PLANS.index(plan) + loss_parallel
     name, layout = (("1f1b", "fp32"), ("zbv", "bf16"), ("interleaved", "fp16"))[turn % 3]
     ranks, vocab = 2, VOCAB if loss_parallel else VOCAB + 1
-    split = drawn_split(2 if name == "1f1b" else 4, plan, layout)
+    split = random_split(2 if name == "1f1b" else 4, plan, layout)
     spec = spec_of(
         name,
         ranks,
@@ -188,17 +188,17 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss
                     of_tp[key, "calls"] += number
                     of_tp[key, "bytes"] += total
             of_tp[norm, "calls"], of_tp[norm, "bytes"] = calls, payload
-            shared = shared_elements(shape, size, rank, words(vocab, 2, index))
+            shared = shared_elements(shape, size, rank, vocab_shard_size(vocab, 2, index))
             of_pp[norm, "calls"] = calls + (shared > 0)
             of_pp[norm, "bytes"] = (
                 payload + shared * spec.precision.effective_layout.gradients.itemsize
             )
-            for (collective, phase), number in crossings(size, rank).items():
+            for (collective, phase), number in messages_of_rank(size, rank).items():
                 key = (collective, State.ACTIVATIONS, phase)
                 of_pp[key, "calls"] = number
                 of_pp[key, "bytes"] = number * boundary_bytes(spec, HIDDEN)
             for axis, expected in ((Axis.TP, of_tp), (Axis.PP, of_pp)):
-                rows = over(derivation.exact, axis, 2 * rank + index)
+                rows = traffic_over(derivation.exact, axis, 2 * rank + index)
                 assert expected == {
                     (key, unit): number
                     for key, row in rows.items()
@@ -214,7 +214,7 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss
 def test_a_rank_stores_its_stages_layers_and_ends(model, name):
     tp = 1 + ([*ScheduleName].index(name) + [*MODELS.values()].index(model)) % 3
     per_rank = stages_per_rank(name)[-1]
-    spec = spec_of(name, 2, drawn_split(2 * per_rank, name, tp), tp=tp, model=model)
+    spec = spec_of(name, 2, random_split(2 * per_rank, name, tp), tp=tp, model=model)
     derivation = derive(spec)
     for rank in range(2):
         for index in range(tp):

@@ -1,5 +1,6 @@
-"""The tensor axis' closed forms against the exact column: a rank's elements, its collectives, and
-the bytes of the loss and of the slices of the tokens, over enumerated kinds and drawn sizes."""
+"""The closed forms of the tensor axis compared with the exact column: a rank's elements and
+collectives, and the bytes of the loss and of sequence shards, over enumerated kinds and random
+sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize
-from tests.oracles.expert import of_a_router, own_experts
+from tests.oracles.expert import local_expert_elements, of_a_router
 from tests.oracles.tensor import (
     CallKey,
     LayerSpan,
     Sent,
+    all_layers,
     collectives,
     loss_peak_bytes,
     loss_saved_bytes,
@@ -28,19 +30,20 @@ from tests.oracles.tensor import (
     saved_slices_spare,
     scalars,
     traffic,
-    whole,
     whole_input_bytes,
 )
 from tests.pure.build import ODD_SHAPE
-from tests.pure.piped import legal
+from tests.pure.pipeline_specs import legal
 
 FAMILIES = ("llama", "gpt")
 PLANS = ("R", "S", "S*", "naive")  # how activations are between the sub-blocks
 LAYOUTS = ("fp32", "bf16", "fp16", "megatron18")
 
 
-def drawn(kind: tuple[object, ...], *, mesh: dict[str, int] | None = None, **sections) -> Spec:
-    """A legal spec of one kind (family, tied, plan, loss_parallel); its sizes follow from it."""
+def random_spec(
+    kind: tuple[object, ...], *, mesh: dict[str, int] | None = None, **sections
+) -> Spec:
+    """Return a legal spec of one kind (family, tied, plan, loss_parallel) with random sizes."""
     family, tied, plan, loss_parallel = kind
     draw = random.Random(repr((kind, mesh, sorted(sections))))
     degree, kv_heads, groups = draw.choice((2, 3, 4)), draw.choice((1, 2)), draw.choice((1, 2))
@@ -93,8 +96,8 @@ def step_of(derivation: Derivation) -> Parallelize:
     return derivation.plan.tensor
 
 
-def over_tp(estimate: Estimate, rank: int = 0) -> dict[CallKey, Sent]:
-    """What a rank sends over tp in a step."""
+def traffic_over_tp(estimate: Estimate, rank: int = 0) -> dict[CallKey, Sent]:
+    """Return a rank's traffic over tp in a step."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
         for row in estimate.of_rank(rank).traffic
@@ -103,15 +106,15 @@ def over_tp(estimate: Estimate, rank: int = 0) -> dict[CallKey, Sent]:
 
 
 def expected_over_tp(spec: Spec, step: Parallelize) -> dict[CallKey, Sent]:
-    """By the closed forms."""
-    sent = traffic(spec, step, whole(shape_of(spec)))
+    """Return the traffic over tp by the closed forms."""
+    sent = traffic(spec, step, all_layers(shape_of(spec)))
     assert sent is not None
     norm = (Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     return {**sent, **({norm: scalars(spec)} if scalars(spec)[0] else {})}
 
 
 def peak(estimate: Estimate, phase: Phase, rank: int) -> int:
-    """Bytes above what lives for the whole step."""
+    """Return the peak above memory that lives for the full step."""
     lives = sum(
         estimate.bytes_of(state, rank) for state in (State.PARAMETERS, State.OPTIMIZER, State.OTHER)
     )
@@ -120,14 +123,14 @@ def peak(estimate: Estimate, phase: Phase, rank: int) -> int:
 
 
 @every_kind
-def test_a_rank_stores_its_slices_and_what_every_rank_has_whole(kind):
-    spec = drawn(kind)
+def test_a_rank_stores_its_shards_and_the_replicated_tensors(kind):
+    spec = random_spec(kind)
     exact, layout = derive(spec).exact, spec.precision.effective_layout
     degree = spec.degree(Axis.TP)
     for index in range(degree):
         elements = parameters(
             shape_of(spec),
-            whole(shape_of(spec)),
+            all_layers(shape_of(spec)),
             sequence=spec.batch.sequence,
             degree=degree,
             index=index,
@@ -146,21 +149,21 @@ def test_experts_count_in_the_layers_that_have_them(shared, width):
     known = facts(shape, 16)
     inner = LayerSpan(start=1, end=2, layers=shape.layers)  # neither embedding nor head are its
     assert parameters(shape, inner, sequence=16) == sum(t.numel for t in known.units[1].tensors)
-    assert parameters(shape, whole(shape), sequence=16) == known.numel
+    assert parameters(shape, all_layers(shape), sequence=16) == known.numel
 
 
 @pytest.mark.parametrize("dense", [0, 1])
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize("plan", PLANS)
-def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
+def test_experts_are_sharded_over_tp_and_summed_once_a_layer(plan, shared, dense):
     experts = {"experts": 3, "experts_per_token": 2, "expert_ffn": 60, "layers": 3}
     experts |= {"shared_experts": shared, "dense_layers": dense}
-    spec = drawn(("llama", False, plan, True), model=experts)
+    spec = random_spec(("llama", False, plan, True), model=experts)
     derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
-    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+    assert traffic_over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
     size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
-        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        own = parameters(shape, all_layers(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
@@ -170,7 +173,7 @@ def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
 def test_of_experts_that_are_folded_slices_of_the_tokens_are_all_that_is_sent(plan, shared, dense):
     experts = {"experts": 24, "experts_per_token": 2, "expert_ffn": 60, "layers": 3}
     experts |= {"shared_experts": shared, "dense_layers": dense, "aux_loss": 0.1}
-    spec = drawn(
+    spec = random_spec(
         ("llama", False, plan, True),
         mesh={"ep": 2},
         model=experts,
@@ -184,65 +187,67 @@ def test_of_experts_that_are_folded_slices_of_the_tokens_are_all_that_is_sent(pl
         counts = size * degree // (2 * (degree - 1))  # a ring sends 2(t - 1)/t of them
         of_counts = before + times * calls, payload + times * counts
         expected[collective, State.ACTIVATIONS, phase] = of_counts
-    assert over_tp(derivation.exact) == expected
+    assert traffic_over_tp(derivation.exact) == expected
     size, ranks = spec.precision.effective_layout.parameters.itemsize, 2 * degree
     for index in range(degree):
         own = parameters(
             shape,
-            whole(shape),
+            all_layers(shape),
             sequence=16,
             degree=degree,
             index=index,
             has_whole_experts=True,
         )
-        own += (shape.layers - dense) * own_experts(shape, ranks)
+        own += (shape.layers - dense) * local_expert_elements(shape, ranks)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
 @pytest.mark.parametrize("rank", [None, 7])
 @pytest.mark.parametrize("plan", ["R", "S", "S*"])
-def test_latent_attention_is_cut_by_heads_and_what_heads_share_is_summed(plan, rank):
+def test_latent_attention_is_sharded_by_heads_and_shared_tensors_are_reduced(plan, rank):
     latent = {"kv_lora_rank": 11, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
     latent |= {"layers": 3, "heads": 12, "kv_heads": 12, **({"q_lora_rank": rank} if rank else {})}
-    spec = drawn(("llama", False, plan, True), model=latent)
+    spec = random_spec(("llama", False, plan, True), model=latent)
     derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
-    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+    assert traffic_over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
     size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
-        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        own = parameters(shape, all_layers(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
 @pytest.mark.parametrize("chunk", [None, 3, 10_000])
 @every_kind
-def test_operators_send_what_the_axis_means(kind, chunk):
-    spec = drawn(kind, loss={"chunk": chunk} if chunk else {})
+def test_operators_have_the_traffic_of_the_closed_form(kind, chunk):
+    spec = random_spec(kind, loss={"chunk": chunk} if chunk else {})
     derivation = derive(spec)
     step = step_of(derivation)
     for rank in range(spec.world_size):
-        assert over_tp(derivation.exact, rank) == expected_over_tp(spec, step)
+        assert traffic_over_tp(derivation.exact, rank) == expected_over_tp(spec, step)
     of_operators = [
         calls
-        for (_, _, phase), (calls, _) in over_tp(derivation.exact).items()
+        for (_, _, phase), (calls, _) in traffic_over_tp(derivation.exact).items()
         if phase is not Phase.UPDATE
     ]
-    assert collectives(spec, step, whole(shape_of(spec))) == sum(of_operators)
+    assert collectives(spec, step, all_layers(shape_of(spec))) == sum(of_operators)
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
-def test_the_data_axes_change_nothing_of_what_operators_send(kind, mesh):
-    spec = drawn(kind, mesh=mesh)
+def test_data_axes_do_not_change_the_traffic_of_operators(kind, mesh):
+    spec = random_spec(kind, mesh=mesh)
     derivation = derive(spec)
     for rank in range(spec.world_size):
-        assert over_tp(derivation.exact, rank) == expected_over_tp(spec, step_of(derivation))
+        assert traffic_over_tp(derivation.exact, rank) == expected_over_tp(
+            spec, step_of(derivation)
+        )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[2] != "naive"], ids=str)
 def test_a_block_that_is_computed_again_sends_all_of_forward_again_but_its_last_sum(kind):
-    spec = drawn(kind, activations="M")
+    spec = random_spec(kind, activations="M")
     derivation = derive(spec)
-    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+    assert traffic_over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,7 +255,7 @@ def test_a_block_that_is_computed_again_sends_all_of_forward_again_but_its_last_
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inputs_that_are_saved_as_slices_spare_the_other_ranks_parts(family, tied, layout):
     specs = [
-        drawn(
+        random_spec(
             (family, tied, "S", True),
             placement={"tp": f"S,S,S,{activations}"},
             precision={"layout": layout},
@@ -267,11 +272,10 @@ def test_inputs_that_are_saved_as_slices_spare_the_other_ranks_parts(family, tie
 
 @pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS[: len(KINDS) // 2 : 2] + KINDS[1::4], ids=str)
-def test_more_words_add_what_the_loss_saves_and_has_at_once(kind, layout):
-    """Of vocabularies so large that nothing else is the forward pass's peak; before the second
-    micro-batch's loss the first one's gradients are there."""
+def test_a_larger_vocabulary_adds_the_memory_of_the_loss(kind, layout):
+    """With vocabularies so large that only the loss determines the forward peak."""
     few, many = (
-        drawn(
+        random_spec(
             kind,
             model={"vocab": vocab, "layers": 2},
             precision={"layout": layout},
@@ -283,16 +287,18 @@ def test_more_words_add_what_the_loss_saves_and_has_at_once(kind, layout):
     derivations = [derive(spec) for spec in (few, many)]
     for rank in range(few.world_size):
         less, more = (found.exact.bytes_of(State.ACTIVATIONS, rank) for found in derivations)
-        assert more - less == growth(loss_saved_bytes, derivations, (few, many), rank)
+        assert more - less == closed_form_growth(loss_saved_bytes, derivations, (few, many), rank)
         less, more = (
             peak(found.exact, Phase.FORWARD, rank) - found.exact.bytes_of(State.GRADIENTS, rank)
             for found in derivations
         )
-        assert more - less == growth(loss_peak_bytes, derivations, (few, many), rank)
+        assert more - less == closed_form_growth(loss_peak_bytes, derivations, (few, many), rank)
 
 
-def growth(closed_form, derivations: list[Derivation], specs: tuple[Spec, Spec], rank: int) -> int:
-    """By how much the closed form is more for the second spec."""
+def closed_form_growth(
+    closed_form, derivations: list[Derivation], specs: tuple[Spec, Spec], rank: int
+) -> int:
+    """Return how much larger the closed form is for the second spec."""
     few, many = (
         closed_form(spec, step_of(found), shape_of(spec), rank)
         for spec, found in zip(specs, derivations, strict=True)
@@ -303,12 +309,12 @@ def growth(closed_form, derivations: list[Derivation], specs: tuple[Spec, Spec],
 def test_a_loss_in_chunks_saves_no_logits():
     sizes = [
         derive(
-            drawn(("llama", False, "R", True), model={"vocab": vocab}, loss={"chunk": 4})
+            random_spec(("llama", False, "R", True), model={"vocab": vocab}, loss={"chunk": 4})
         ).exact.bytes_of(State.ACTIVATIONS, 0)
         for vocab in (6_000, 12_000)
     ]
     assert sizes[0] == sizes[1]
-    spec = drawn(("llama", False, "R", True), loss={"chunk": 4})
+    spec = random_spec(("llama", False, "R", True), loss={"chunk": 4})
     assert loss_saved_bytes(spec, step_of(derive(spec)), shape_of(spec), 0) == 0
 
 
@@ -316,19 +322,19 @@ NO_CLOSED_FORM = ("M selective", "M attention", "a model that is not built in", 
 
 
 @pytest.mark.parametrize("case", NO_CLOSED_FORM)
-def test_what_has_no_closed_form_says_so(case):
-    spec = drawn(("llama", False, "R", True))
+def test_settings_without_a_closed_form_return_none(case):
+    spec = random_spec(("llama", False, "R", True))
     step, shape = step_of(derive(spec)), shape_of(spec)
-    assert traffic(spec, step, whole(shape)) is not None
+    assert traffic(spec, step, all_layers(shape)) is not None
     match case:
         case "M selective" | "M attention":
             policy = case.partition(" ")[2]
-            again = drawn(("llama", False, "R", True), activations="M", recompute=policy)
-            assert traffic(again, step, whole(shape)) is None
+            again = random_spec(("llama", False, "R", True), activations="M", recompute=policy)
+            assert traffic(again, step, all_layers(shape)) is None
         case "a model that is not built in":
             own = replace(spec, model=ExternalModel(target="tests.models:own"))
-            assert traffic(own, step, whole(shape)) is None
-            assert collectives(own, step, whole(shape)) is None
+            assert traffic(own, step, all_layers(shape)) is None
+            assert collectives(own, step, all_layers(shape)) is None
         case _:
-            chunked = drawn(("llama", False, "R", True), loss={"chunk": 4})
+            chunked = random_spec(("llama", False, "R", True), loss={"chunk": 4})
             assert loss_peak_bytes(chunked, step, shape, 0) is None

@@ -1,4 +1,4 @@
-"""Dataclasses as plain data and back: every form of a type hint, older records, and bad input."""
+"""Dataclasses as plain data and back: every form of type hint, older records, and bad input."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_value_of_each_type_is_encoded_and_decoded_as_it_was(value, kind, plai
     assert again == value and type(again) is type(value)
 
 
-def test_flat_fields_come_in_place_and_rare_ones_at_the_end_if_they_differ() -> None:
+def test_flat_fields_are_inline_and_optional_ones_last_if_they_differ() -> None:
     usual, rare = Row(key=Key(name="a"), size=1), Row(key=Key(name="a", via="b"), size=1)
     assert list(encode(usual).items()) == [("name", "a"), ("size", 1), ("duration", 0.0)]
     assert list(encode(rare)) == ["name", "size", "duration", "via"]

@@ -1,5 +1,5 @@
-"""`ptrain compare BASE HEAD`: what differs between two records, what must not grow, and what cannot
-be compared."""
+"""`ptrain compare BASE HEAD`: differences of two records, limits, and records that cannot be
+compared."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CULPRIT = RootCause(
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
-    """What a command prints that must end with `code`."""
+def run_printing(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Return the output of a command that must exit with `code`."""
 
     def run(*words: str | Path, code: int = 0) -> str:
         capsys.readouterr()
@@ -48,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     return run
 
 
-def written(path: Path, *documents: object) -> Path:
+def write_record(path: Path, *documents: object) -> Path:
     path.write_text("\n".join(json.dumps(document, indent=1) for document in documents))
     return path
 
@@ -63,7 +63,7 @@ def run_record(*, loss: float = 2.5, seconds: float = 0.5, name: str = "run") ->
     return result | {"run": {"loss": loss, "held_out_loss": None}, "tokens_per_step": 100}
 
 
-def one(
+def run_with_row(
     *groups: tuple[FigureKind, dict[str, int | float | None]], name: str = "a"
 ) -> RecordedTraining:
     return RecordedTraining(
@@ -80,8 +80,8 @@ def failures(
     return find_violations(compare_records(*sides, names=("base", "head")), parse_limits(text))
 
 
-def test_two_specs_are_predicted_and_what_differs_is_shown_with_its_difference(printed):
-    lines = printed("compare", "zero2", "zero3").splitlines()
+def test_two_specs_are_predicted_and_their_differences_shown(run_printing):
+    lines = run_printing("compare", "zero2", "zero3").splitlines()
     assert lines[0] == "zero2 → zero3"
     rows = {line.split("  ")[0]: line for line in lines[2:]}
     assert rows["parameters"].endswith(" 3.07 MiB  1.535 MiB  -1.534 MiB (-50.0%)")
@@ -89,56 +89,61 @@ def test_two_specs_are_predicted_and_what_differs_is_shown_with_its_difference(p
     assert "activations" not in rows and lines[-3] == "7 more are equal"
 
 
-def test_equal_rows_are_shown_on_demand(printed):
-    text = printed("compare", "zero2", "zero3", "--all")
+def test_equal_rows_are_shown_on_demand(run_printing):
+    text = run_printing("compare", "zero2", "zero3", "--all")
     assert "activations" in text and "are equal" not in text
-    assert len(text.splitlines()) == len(printed("compare", "zero2", "zero3").splitlines()) + 6
+    assert len(text.splitlines()) == len(run_printing("compare", "zero2", "zero3").splitlines()) + 6
 
 
-def test_an_override_is_for_both_specs(printed):
-    text = printed("compare", "zero2", "zero3", "mesh.dp_shard=4", "--json")
+def test_an_override_is_for_both_specs(run_printing):
+    text = run_printing("compare", "zero2", "zero3", "mesh.dp_shard=4", "--json")
     (training,) = json.loads(text)["trainings"]
     ranks = next(row for row in training["figures"] if row["name"] == "ranks")
     assert (ranks["base"], ranks["head"]) == (4, 4)
 
 
-def test_a_spec_is_compared_with_what_a_command_printed(printed, tmp_path):
+def test_a_spec_is_compared_with_a_printed_record(run_printing, tmp_path):
     file = tmp_path / "base.json"
-    file.write_text(printed("predict", "zero3", "--json"))
-    (training,) = json.loads(printed("compare", file, "zero3", "--json"))["trainings"]
+    file.write_text(run_printing("predict", "zero3", "--json"))
+    (training,) = json.loads(run_printing("compare", file, "zero3", "--json"))["trainings"]
     assert training["figures"]
     assert all(row["difference"] == 0 for row in training["figures"])
-    assert printed("compare", file, "zero3").count(f"\n{len(training['figures'])} are equal\n") == 1
+    assert (
+        run_printing("compare", file, "zero3").count(f"\n{len(training['figures'])} are equal\n")
+        == 1
+    )
 
 
-def test_a_pipe_of_the_shell_is_a_file(printed, tmp_path):
+def test_a_pipe_of_the_shell_is_a_file(run_printing, tmp_path):
     pipe = tmp_path / "63"
     os.mkfifo(pipe)
     text = json.dumps(run_record())
     writer = Thread(target=pipe.write_text, args=(text,))
     writer.start()
-    assert "are equal" in printed("compare", pipe, written(tmp_path / "h.json", run_record()))
+    assert "are equal" in run_printing(
+        "compare", pipe, write_record(tmp_path / "h.json", run_record())
+    )
     writer.join(10)
 
 
-def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed, tmp_path):
-    written(tmp_path / "summary.json", run_record(loss=2.5))
-    head = written(tmp_path / "head.json", run_record(loss=2.0, seconds=0.25))
-    text = printed("compare", tmp_path, head)
+def test_a_run_folder_is_compared_by_the_figures_of_both_sides(run_printing, tmp_path):
+    write_record(tmp_path / "summary.json", run_record(loss=2.5))
+    head = write_record(tmp_path / "head.json", run_record(loss=2.0, seconds=0.25))
+    text = run_printing("compare", tmp_path, head)
     assert "seconds a step, measured" in text and "-250 ms (-50.0%)" in text
     assert "tokens/s, measured" in text and "+200 (+100.0%)" in text
     assert "loss at the end" in text and "-0.5 (-20.0%)" in text
-    prediction = written(tmp_path / "p.json", result_record("run", (EXACT,)))
-    assert "only in head: measured memory, peak, bytes, calls, time, tokens; loss" in printed(
+    prediction = write_record(tmp_path / "p.json", result_record("run", (EXACT,)))
+    assert "only in head: measured memory, peak, bytes, calls, time, tokens; loss" in run_printing(
         "compare", prediction, head
     )
 
 
-def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
-    prediction = json.loads(printed("predict", "zero3", "--json"))
-    base = written(tmp_path / "base.json", prediction, verification())
-    head = written(tmp_path / "head.json", prediction, verification(holds=False))
-    text = printed("compare", base, head, "--fail-on", "peak=0,verdict", code=1)
+def test_documents_of_one_name_in_a_file_are_one_training(run_printing, tmp_path):
+    prediction = json.loads(run_printing("predict", "zero3", "--json"))
+    base = write_record(tmp_path / "base.json", prediction, verification())
+    head = write_record(tmp_path / "head.json", prediction, verification(holds=False))
+    text = run_printing("compare", base, head, "--fail-on", "peak=0,verdict", code=1)
     row = next(line for line in text.splitlines() if line.startswith("verdict: "))
     assert row.split("  ")[-1] == "holds → fails" and "holds (1 of 1)" in row
     assert "head: root cause: gradients · axis dp_shard · x 2 · blocks.0" in text
@@ -152,18 +157,18 @@ def test_two_records_of_a_kind_with_one_name_stay_two():
     assert [*read_trainings(three, "x")] == ["run", "run (2)"]
 
 
-def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
-    base = written(tmp_path / "base.json", [run_record(name=name) for name in ("a", "b")])
-    head = written(tmp_path / "head.json", [run_record(name=name) for name in ("b", "c", "d")])
-    text = printed("compare", base, head)
+def test_lists_are_paired_by_name_and_unpaired_entries_named(run_printing, tmp_path):
+    base = write_record(tmp_path / "base.json", [run_record(name=name) for name in ("a", "b")])
+    head = write_record(tmp_path / "head.json", [run_record(name=name) for name in ("b", "c", "d")])
+    text = run_printing("compare", base, head)
     assert "\nonly base has 1 record of a\nonly head has 2 records of c, d\n" in text
-    failing = printed("compare", base, head, "--fail-on", "peak=0", code=1)
+    failing = run_printing("compare", base, head, "--fail-on", "peak=0", code=1)
     assert "exceeded: a: HEAD has no record of it" in failing
 
 
 def test_a_row_of_one_side_alone_is_marked():
-    base = one((FigureKind.CALLS, {"all_gather": 3, "send": 1}))
-    head = one((FigureKind.CALLS, {"all_gather": 3, "broadcast": 2}))
+    base = run_with_row((FigureKind.CALLS, {"all_gather": 3, "send": 1}))
+    head = run_with_row((FigureKind.CALLS, {"all_gather": 3, "broadcast": 2}))
     comparison = compare_records({"a": base}, {"a": head}, names=("x", "y"))
     rows = {row.name: (row.base, row.head, row.is_equal) for row in comparison.trainings[0].figures}
     assert rows == {
@@ -182,7 +187,7 @@ def test_calls_of_several_phases_are_one_row_and_the_largest_rank_counts():
     assert its[FigureGroup(FigureKind.MEMORY, "predicted")]["optimizer"] == 101  # of rank 1
 
 
-def test_states_on_other_tiers_have_rows_of_their_own():
+def test_states_on_other_tiers_have_separate_rows():
     row = Footprint(state=State.OPTIMIZER, rank=0, device_bytes=0, host_bytes=7, file_bytes=9)
     its = read_trainings([result_record("x", (replace(EXACT, memory=(row,)),))], "x")["x"].groups
     assert its[FigureGroup(FigureKind.MEMORY, "predicted")] == {
@@ -206,15 +211,15 @@ def test_states_on_other_tiers_have_rows_of_their_own():
 )
 def test_a_limit_is_a_share_of_base_that_head_may_be_above_it(before, after, text, is_beyond):
     sides = [
-        one((FigureKind.PEAK, {"other": 1} | ({} if size is None else {"peak": size})))
+        run_with_row((FigureKind.PEAK, {"other": 1} | ({} if size is None else {"peak": size})))
         for size in (before, after)
     ]
     assert bool(failures(sides[:1], sides[1:], text)) is is_beyond
 
 
 @pytest.mark.parametrize(("base", "head", "number"), [(5, None, 1), (None, 5, 0)])
-def test_what_head_does_not_know_is_beyond_any_limit(base, head, number):
-    sides = [one((FigureKind.MEMORY, {"activations": value})) for value in (base, head)]
+def test_a_figure_missing_in_head_exceeds_any_limit(base, head, number):
+    sides = [run_with_row((FigureKind.MEMORY, {"activations": value})) for value in (base, head)]
     assert len(failures(sides[:1], sides[1:], "memory=1%")) == number
 
 
@@ -226,9 +231,9 @@ def test_activations_that_a_record_leaves_out_are_unknown_and_not_nothing():
     assert figures["activations"] is None
 
 
-def test_a_limit_to_what_one_side_lacks_fails():
-    base = one((FigureKind.CALLS, {"send": 1}), (FigureKind.PEAK, {"peak": 1}))
-    head = one((FigureKind.CALLS, {"send": 1}))
+def test_a_limit_on_a_figure_missing_on_one_side_fails():
+    base = run_with_row((FigureKind.CALLS, {"send": 1}), (FigureKind.PEAK, {"peak": 1}))
+    head = run_with_row((FigureKind.CALLS, {"send": 1}))
     assert failures([base], [head], "peak=1%") == [
         "a: peak: the two sides have no such figure in common"
     ]
@@ -276,7 +281,9 @@ def test_a_limit_to_what_one_side_lacks_fails():
         (["zero3", "zero2", "--fail-on", "verdict"], "verdict: neither BASE nor HEAD", "Remove it"),
     ],
 )
-def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed, tmp_path):
+def test_records_that_cannot_be_compared_give_one_message(
+    words, finding, remedy, run_printing, tmp_path
+):
     files = {
         "text": "spec: zero3",
         "empty": "[]",
@@ -298,15 +305,18 @@ def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed,
         places[name].write_text(text)
     places["bytes"] = tmp_path / "bytes.json"
     places["bytes"].write_bytes(b"\xff\xfe\x00")
-    message = printed("compare", *(word.format(**places) for word in words), code=2)
+    message = run_printing("compare", *(word.format(**places) for word in words), code=2)
     assert finding in message and remedy in message
     assert message.count("error:") == 1 and "Traceback" not in message
 
 
-def test_markdown_is_a_table_in_which_names_are_text(printed, tmp_path):
+def test_markdown_is_a_table_in_which_names_are_text(run_printing, tmp_path):
     odd = run_record(name="a|b<i>", loss=2.0)
-    base, head = written(tmp_path / "b.json", odd), written(tmp_path / "h.json", run_record())
-    lines = printed("compare", base, head, "--markdown").splitlines()
+    base, head = (
+        write_record(tmp_path / "b.json", odd),
+        write_record(tmp_path / "h.json", run_record()),
+    )
+    lines = run_printing("compare", base, head, "--markdown").splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert table[0] == r"| a\|b\<i\> → run | base | head | difference |"
     assert table[1] == "| --- | ---: | ---: | ---: |"
@@ -314,10 +324,12 @@ def test_markdown_is_a_table_in_which_names_are_text(printed, tmp_path):
     assert lines[0].startswith("### ")
 
 
-def test_the_record_has_equal_rows_too_and_what_is_no_number_as_a_word(printed, tmp_path):
-    base = written(tmp_path / "b.json", run_record())
-    head = written(tmp_path / "h.json", run_record(loss=math.nan))
-    result = json.loads(printed("compare", base, head, "--json", "--fail-on", "loss=1%", code=1))
+def test_the_record_has_equal_rows_and_non_numbers_as_words(run_printing, tmp_path):
+    base = write_record(tmp_path / "b.json", run_record())
+    head = write_record(tmp_path / "h.json", run_record(loss=math.nan))
+    result = json.loads(
+        run_printing("compare", base, head, "--json", "--fail-on", "loss=1%", code=1)
+    )
     (training,) = result["trainings"]
     by_name = {row["name"]: row for row in training["figures"]}
     assert by_name["loss at the end"]["head"] == "nan"

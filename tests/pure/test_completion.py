@@ -1,4 +1,4 @@
-"""`ptrain completion`: what the scripts offer in the shells that are installed."""
+"""`ptrain completion`: the completions in the installed shells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptrain.cli.main import VERBS, main
 from ptrain.spec.check import iter_key_rows, schema
 from ptrain.spec.names import SPEC_FOLDERS, list_files
 
-# What a shell runs after the script, to print what completes a line.
+# Shell code to run after the script, which prints the completions of a line.
 COMPLETE = {
     "bash": 'COMP_LINE="$1" COMP_POINT=${#1}; _ptrain; printf "%s\\n" "${COMPREPLY[@]}"',
     "zsh": """
@@ -51,7 +51,7 @@ def complete(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_what_is_typed(shell, complete):
+def test_a_shell_completes_the_typed_prefix(shell, complete):
     assert complete(shell, "ptrain ") == set(VERBS)
     assert complete(shell, "ptrain pre") == {"predict"}
     assert complete(shell, "ptrain train ") == set(list_files(*SPEC_FOLDERS))

@@ -1,5 +1,5 @@
-"""Theorem 6: tp and data axes compose under three conditions, which a spec can break. Proposition
-1: what tp costs where it spans nodes, and what the order of pp and a data axis does."""
+"""Theorem 6: three conditions of tp with data axes, which a spec can break. Proposition 1: the cost
+of tp across nodes, and of the order of pp and a data axis."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TWO_NODES = {
 }
 
 
-def cut(degree: int, activations: str = "R", **sections: object) -> Spec:
-    """tp of `degree` ranks on two nodes of four."""
+def tensor_spec(degree: int, activations: str = "R", **sections: object) -> Spec:
+    """Return a spec with tp of `degree` ranks on two nodes of four."""
     mapping = {
         "model": SHAPE,
         "mesh": {"tp": degree},
@@ -52,13 +52,13 @@ def cut(degree: int, activations: str = "R", **sections: object) -> Spec:
     return require_runnable(load(mapping | sections))
 
 
-def holding(spec: Spec) -> dict[str, bool]:
+def conditions_of(spec: Spec) -> dict[str, bool]:
     return {each.name: each.holds for each in theorem_6(spec, derive(spec).plan)}
 
 
 @pytest.mark.parametrize("name", ["tp-dp", "tp-zero3", "70b-zero3-tp4", "8b-tp-dp"])
 def test_a_product_of_tp_and_data_obeys_theorem_6(name):
-    assert holding(load(name).spec) == {f"Theorem 6.{i}": True for i in (1, 2, 3)}
+    assert conditions_of(load(name).spec) == {f"Theorem 6.{i}": True for i in (1, 2, 3)}
 
 
 def test_three_axes_do_too():
@@ -66,12 +66,12 @@ def test_three_axes_do_too():
         "mesh={dp_replicate: 2, dp_shard: 2, tp: 2}",
         "placement={dp_replicate: ddp, dp_shard: zero3, tp: tp}",
     ]
-    assert all(holding(require_runnable(load("tp-zero3", changes))).values())
+    assert all(conditions_of(require_runnable(load("tp-zero3", changes))).values())
 
 
 @pytest.mark.parametrize("name", ["tp", "zero3", "hsdp"])
-def test_what_is_no_such_product_has_no_such_conditions(name):
-    assert holding(load(name).spec) == {}
+def test_specs_without_the_product_have_no_conditions(name):
+    assert conditions_of(load(name).spec) == {}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_tp_that_is_not_innermost_is_warned_of_with_theorem_and_price(mesh, rank
     assert derive(inner).exact.warnings == ()
 
 
-def test_the_price_of_tp_outside_names_what_a_cluster_s_links_cost():
+def test_the_cost_of_tp_across_nodes_names_the_link_time():
     placement = {"tp": "S,S,S,R", "dp_shard": "S*,S,S,R"}
     base = {"model": SHAPE, "placement": placement, "batch": {"sequence": SEQUENCE}}
     cluster = {"preset": "h100-8", "devices": 4, "devices_per_node": 2}
@@ -112,7 +112,7 @@ def test_an_axis_of_degree_one_within_tp_changes_nothing():
     assert not check(load(base | {"mesh": mesh}).spec)
 
 
-def test_gradients_that_would_be_summed_within_a_tp_group_are_refused():
+def test_gradients_that_would_be_summed_within_a_tp_group_are_rejected():
     with pytest.raises(SpecError, match=r"\[Theorem 6\.3"):
         require_runnable(load("tp-zero3", ["placement.tp=S,S,R,R"]))
     with pytest.raises(SpecError, match=r"\[Theorem 4"):
@@ -128,8 +128,8 @@ def test_a_product_in_the_wrong_order_breaks_the_first_condition_and_no_other():
     assert held == {"Theorem 6.1": False, "Theorem 6.2": True, "Theorem 6.3": True}
 
 
-def wrapped_first(plan: Plan) -> Plan:
-    """The plan with its units wrapped before their operators are cut."""
+def wrap_before_sharding(plan: Plan) -> Plan:
+    """Return the plan with units wrapped before their operators are sharded."""
     others = [step for step in plan.steps if step not in (plan.tensor, plan.wrap)]
     return replace(plan, steps=(others[0], plan.wrap, plan.tensor, *others[1:]))
 
@@ -137,7 +137,7 @@ def wrapped_first(plan: Plan) -> Plan:
 def test_units_that_are_wrapped_before_their_operators_are_cut_break_the_second():
     spec = load("tp-zero3").spec
     plan = derive(spec).plan
-    conditions = theorem_6(spec, wrapped_first(plan))
+    conditions = theorem_6(spec, wrap_before_sharding(plan))
     assert [each.holds for each in conditions] == [True, False, True]
     assert conditions[1].why.startswith("units are wrapped before operators are sharded")
 
@@ -173,7 +173,7 @@ def test_groups_are_judged_by_their_ranks_alone():
 def test_tp_over_two_nodes_waits_for_each_of_its_collectives(activations):
     """2 row operators and 2 sub-blocks in a layer, the embedding and the head, the loss's three
     small sums, and one of the gradients' norm; of slices also the gradients of the norms."""
-    spec = cut(8, activations)
+    spec = tensor_spec(8, activations)
     streams, small = 2 * LAYERS + 1, 3
     stream, loss, norm = MICRO * SEQUENCE * HIDDEN * 4, MICRO * SEQUENCE * 4, HIDDEN * 4
     if activations == "R":
@@ -200,10 +200,10 @@ def test_tp_over_two_nodes_waits_for_each_of_its_collectives(activations):
 
 def test_tp_within_a_node_is_not_warned_of():
     for spec in (
-        cut(4),
-        cut(8, cluster={**TWO_NODES, "devices_per_node": 8}),
-        cut(8, cluster=None),
-        cut(
+        tensor_spec(4),
+        tensor_spec(8, cluster={**TWO_NODES, "devices_per_node": 8}),
+        tensor_spec(8, cluster=None),
+        tensor_spec(
             4,
             mesh={"dp_replicate": 2, "tp": 4},
             placement={"dp_replicate": "ddp", "tp": "tp"},
@@ -216,7 +216,7 @@ def test_tp_within_a_node_is_not_warned_of():
 
 
 def test_a_group_that_begins_in_one_node_and_ends_in_the_next_is_warned_of():
-    spec = cut(
+    spec = tensor_spec(
         2,
         mesh={"dp_replicate": 3, "tp": 2},
         placement={"dp_replicate": "ddp", "tp": "tp"},
@@ -226,8 +226,8 @@ def test_a_group_that_begins_in_one_node_and_ends_in_the_next_is_warned_of():
     assert derive(spec).exact.warnings
 
 
-def test_of_a_product_only_what_tp_sends_counts():
-    spec = cut(
+def test_only_the_traffic_of_tp_counts_in_a_product():
+    spec = tensor_spec(
         4,
         mesh={"dp_replicate": 2, "tp": 4},
         placement={"dp_replicate": "ddp", "tp": "tp"},
@@ -249,9 +249,10 @@ def test_of_a_product_only_what_tp_sends_counts():
     ],
     ids=["pp outermost", "dp outermost"],
 )
-def test_the_order_of_pp_and_a_data_axis_says_which_of_them_leaves_its_node(mesh, nodes):
-    """Both move the same bytes: K activations a boundary and direction; gathers and reductions."""
-    spec = cut(
+def test_the_order_of_pp_and_a_data_axis_decides_which_crosses_nodes(mesh, nodes):
+    """Both orders have equal traffic: K activations per boundary and direction; gathers and
+    reductions."""
+    spec = tensor_spec(
         2,
         mesh=mesh,
         placement={"pp": "S,S,S,R", "dp_shard": "zero3"},

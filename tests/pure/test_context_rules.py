@@ -1,4 +1,4 @@
-"""Which tuples and specs the context axis takes, and what a refusal says."""
+"""Legal tuples and specs of the context axis, and the messages of rejections."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ def spec(
 
 
 def refusal(made: Spec) -> tuple[str, str, str]:
-    """Place, finding and remedy of the only fault."""
+    """Return place, finding and fix of the only error."""
     (fault,) = (*check(made), *find_unsupported(made))
     return fault.place, fault.finding, fault.remedy
 
 
-def faultless(made: Spec) -> bool:
+def require_legal(made: Spec) -> bool:
     return not check(made) and all(
         "the axis cp is not" in f.finding for f in find_unsupported(made)
     )
 
 
 @pytest.mark.parametrize("way", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2), ULYSSES], ids=str)
-def test_documents_are_told_apart_by_every_attention_and_on_cuda_by_ulysses_alone(way):
+def test_every_attention_separates_documents_and_on_cuda_only_ulysses(way):
     modes = "R,R,R,S*" if way is GATHER else "R,R,R,S"
     packed = spec(4, way, modes, model=replace(SHAPE, document_end=2))
-    assert faultless(packed)
+    assert require_legal(packed)
     on_cuda = replace(packed, device="cuda")
     if way is ULYSSES:
-        assert faultless(on_cuda)
+        assert require_legal(on_cuda)
     else:
         place, finding, _ = refusal(on_cuda)
         assert place == "model.document_end" and f"document masks with {way} on CUDA" in finding
@@ -103,7 +103,7 @@ def test_a_tuple_is_legal_where_its_triple_is_on_a_data_axis_and_a_is_a_slice(op
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
-def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
+def test_the_nearest_tuple_is_legal_and_a_legal_tuple_is_its_nearest(optimizer):
     for placement in TUPLES:
         nearest = CONTEXT.nearest_legal(placement, optimizer)
         assert not any(CONTEXT.broken_rules(nearest, optimizer))
@@ -111,7 +111,7 @@ def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
 
 
 @pytest.mark.parametrize("rule", CONTEXT.tuples, ids=lambda rule: rule.name)
-def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
+def test_every_rule_about_tuples_rejects_some_tuple_alone(rule):
     assert any(
         [*CONTEXT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)
@@ -119,7 +119,7 @@ def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     )
 
 
-def test_whole_activations_are_refused_since_every_token_would_count_again():
+def test_whole_activations_are_rejected_since_every_token_would_count_again():
     place, finding, remedy = refusal(spec(modes="S*,S,S,R"))
     assert place == "placement.cp"
     assert "count each token once per rank" in finding and "Theorem 3" in finding
@@ -133,13 +133,13 @@ def test_recomputed_and_offloaded_activations_belong_at_the_top(mode):
     assert remedy == "Use `placement.cp=R,R,R,S`."
 
 
-def test_slices_of_activations_on_a_data_axis_are_refused_with_a_word_about_cp():
+def test_slices_of_activations_on_a_data_axis_are_rejected_with_a_word_about_cp():
     place, finding, _ = refusal(make_spec({Axis.DP_SHARD: (2, tuple_of("R,R,R,S"))}))
     assert place == "placement.dp_shard"
     assert "To shard tokens, use cp (`mesh.cp=2`)" in finding
 
 
-def test_what_a_spec_says_of_gradients_holds_on_cp_too():
+def test_gradient_options_apply_on_cp():
     used_up = replace(spec(modes="R,S,M,S"), optimizer=OptimizerSpec(name="adamw", clip=1.0))
     place, finding, _ = refusal(used_up)
     assert place == "placement.cp" and "clipping needs the norm" in finding
@@ -165,8 +165,8 @@ def test_an_axis_of_data_inside_cp_waits():
     ],
     ids=["gathered", "zigzag", "ring", "written"],
 )
-def test_what_is_not_written_follows_and_says_why(made, attention, reason):
-    assert faultless(made)
+def test_defaults_are_derived_with_a_reason(made, attention, reason):
+    assert require_legal(made)
     assert (attention_of(made), explain_attention(made)) == (attention, reason)
 
 
@@ -185,7 +185,7 @@ def test_what_is_not_written_follows_and_says_why(made, attention, reason):
 def test_an_attention_is_a_step_of_ulysses_and_a_ring(attention, modes, shape):
     made = spec(4, attention, modes)
     step = context_of(made)
-    assert faultless(made) and step is not None
+    assert require_legal(made) and step is not None
     assert (step.ulysses, step.ring, step.is_balanced, step.gathers) == shape
     assert step.sequence == 32
 
@@ -194,14 +194,14 @@ def test_without_two_ranks_of_cp_there_is_no_step():
     assert context_of(make_spec({Axis.DP_SHARD: (2, GATHERED)})) is None
 
 
-def test_attention_over_cp_without_cp_is_refused():
+def test_attention_over_cp_without_cp_is_rejected():
     made = replace(make_spec({Axis.DP_SHARD: (2, GATHERED)}), context=ContextSpec(attention=RING))
     place, finding, _ = refusal(made)
     assert place == "context.attention" and finding.startswith("has no effect")
-    assert faultless(replace(make_spec({}), context=ContextSpec(attention=RING)))  # one device
+    assert require_legal(replace(make_spec({}), context=ContextSpec(attention=RING)))  # one device
 
 
-def test_attention_and_the_tuple_say_the_same():
+def test_attention_and_tuple_must_agree():
     place, finding, remedy = refusal(spec(2, GATHER))
     assert place == "context.attention" and "activations on cp are S" in finding
     assert remedy == "Use `placement.cp.activations=S*`, or `context.attention=zigzag`."
@@ -219,7 +219,7 @@ def test_a_hybrid_has_as_many_ranks_as_cp():
 
 
 def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
-    assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
+    assert require_legal(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
     assert [kv_repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
 
 
@@ -230,14 +230,14 @@ def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are()
     assert place == "reduce_scatter" and "all-reduced, not reduce-scattered" in finding
 
 
-def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():
+def test_dropout_within_attention_is_rejected_and_elsewhere_it_is_not():
     for key, option in (("dropout", {"dropout": 0.1}), ("attention_dropout", {
         "attention_dropout": 0.2
     })):  # fmt: skip
         place, finding, _ = refusal(spec(model=replace(SHAPE, **option)))
         assert place == f"model.{key}" and "not reproducible over cp" in finding
     outside = replace(SHAPE, dropout=0.1, attention_dropout=0.0)
-    assert faultless(spec(model=outside))
+    assert require_legal(spec(model=outside))
 
 
 @pytest.mark.parametrize("attention", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2)], ids=str)
@@ -249,17 +249,15 @@ def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():
         ("model.attention_soft_cap", {"attention_soft_cap": 30.0}),
     ],
 )
-def test_what_joins_parts_of_attention_needs_plain_sdpa_and_ulysses_does_not(
-    attention, place, option
-):
+def test_joining_partial_attention_requires_plain_sdpa_except_for_ulysses(attention, place, option):
     modes = "R,R,R,S*" if attention is GATHER else "R,R,R,S"
     model = replace(SHAPE, **option)
     assert refusal(spec(4, attention, modes, model=model))[0] == place
-    assert faultless(spec(4, ULYSSES, model=model))
+    assert require_legal(spec(4, ULYSSES, model=model))
 
 
 @pytest.mark.parametrize(("modes", "is_obeyed"), [("R,R,R,S*", True), ("R,R,R,S", False)])
-def test_gradients_of_gathered_keys_are_reduced_to_slices_as_the_dial_says(modes, is_obeyed):
+def test_gradients_of_gathered_keys_are_reduced_as_the_option_requests(modes, is_obeyed):
     attention = GATHER if is_obeyed else RING
     exchanged = replace(spec(2, attention, modes), reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     assert [fault.place for fault in check(exchanged)] == ["reduce_scatter"] * (not is_obeyed)
@@ -271,10 +269,10 @@ def test_slices_of_tp_are_slices_of_those_of_cp():
     assert place == "batch.sequence"
     assert finding == "18 tokens per rank of cp cannot be split evenly over 4 ranks of tp"
     assert remedy.startswith("Use `batch.sequence=32` or `batch.sequence=40`")
-    assert faultless(spec(2, RING, inside=sliced, sequence=40))
+    assert require_legal(spec(2, RING, inside=sliced, sequence=40))
 
 
-def test_functions_of_the_users_are_refused():
+def test_functions_of_the_users_are_rejected():
     function = UserFunction(section="loss", target="mine:loss", arguments={})
     place, finding, _ = refusal(replace(spec(), loss=LossSpec(function=function)))
     assert place == "loss.target" and finding.startswith("mine:loss cannot compute the loss")
@@ -289,11 +287,11 @@ HF = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512})
 @pytest.mark.parametrize("model", [HF, ExternalModel(target="mine:model")])
 @pytest.mark.parametrize("attention", [RING, ZIGZAG, ULYSSES, Hybrid(ulysses=2, ring=1)])
 def test_models_that_are_not_built_in_are_for_their_code_to_judge(model, attention):
-    assert faultless(spec(2, attention, model=model))
+    assert require_legal(spec(2, attention, model=model))
 
 
 @pytest.mark.parametrize("kind", [Attention.EAGER, Attention.FLEX])
-def test_of_transformers_models_attention_is_what_goes_through_sdpa(kind):
+def test_attention_of_transformers_models_is_their_sdpa_call(kind):
     place, finding, remedy = refusal(spec(2, ULYSSES, model=replace(HF, attention=kind)))
     assert place == "attention" and "LlamaForCausalLM" in finding
     assert remedy == "Use `attention=sdpa`."
@@ -302,7 +300,7 @@ def test_of_transformers_models_attention_is_what_goes_through_sdpa(kind):
 def test_one_token_a_rank_is_none_of_transformers_samples():
     place, _, remedy = refusal(spec(4, RING, model=HF, sequence=4))
     assert place == "batch.sequence" and remedy == "Use `batch.sequence=8` or more."
-    assert faultless(spec(4, RING, sequence=4))
+    assert require_legal(spec(4, RING, sequence=4))
 
 
 # ---- plans
@@ -312,7 +310,7 @@ def plan_of(made: Spec):
     return lower(made, ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("",))))
 
 
-def test_a_plan_slices_tokens_behind_tp_and_in_front_of_the_wrap():
+def test_a_plan_slices_tokens_after_tp_and_before_wrapping():
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)}, inside={Axis.TP: (2, TP)},
                 modes="S*,S,S,S")  # fmt: skip
     plan = plan_of(made)
@@ -337,7 +335,7 @@ def test_shards_over_data_and_cp_have_replicas_around_them():
     )
 
 
-def test_a_plan_says_who_has_which_tokens_and_why():
+def test_a_plan_shows_the_tokens_of_each_rank_with_a_reason():
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
     text = format_plan(made, plan_of(made))
     assert "tokens over cp: 16 of 32 per rank, an early and a late chunk" in text
@@ -363,7 +361,7 @@ def test_ranks_of_unlike_stretches_wait_where_their_positions_are_cut_again(ulys
         assert not (*check(made), *find_unsupported(made))
 
 
-def test_the_paper_has_no_volume_of_cp_and_says_that_it_leaves_it_out():
+def test_the_paper_has_no_volume_of_cp_and_a_note_says_so():
     paper = derive(spec(2), is_timed=False).paper
     assert paper.undefined["traffic"] == (
         "the paper gives no volume for the axis cp; the paper leaves context parallelism, "

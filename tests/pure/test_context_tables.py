@@ -1,4 +1,5 @@
-"""What tables tell of a block over cp, against the closed forms of what is sent and multiplied."""
+"""The committed tables of a block over cp, compared with the closed forms of traffic and
+operations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
-from tests.oracles.context import exchanged, gathered_bytes, keys_and_values
+from tests.oracles.context import gathered_bytes, keys_and_values, layer_exchange
 from tests.saved_tensors import saved_bytes
 
 HYBRID = {"ulysses": 2, "ring": 4}
@@ -52,7 +53,7 @@ def test_a_layers_messages_are_those_of_the_closed_form(attention):
     spec = spec_of(attention)
     assert is_tabulated(spec)
     step = context_of(spec)
-    expected = dict(exchanged(spec, step))
+    expected = dict(layer_exchange(spec, step))
     for layer in works(spec):
         calls, sizes = Counter(), Counter()
         for phase, work in ((Phase.FORWARD, layer.forward), (Phase.BACKWARD, layer.backward)):
@@ -81,7 +82,7 @@ def test_kernels_are_given_the_scores_of_the_blocks_that_meet(attention):
     assert tuple(of_rank) == computed_scores(context_of(spec))
 
 
-def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
+def test_gathered_keys_are_saved_in_addition_to_the_tensors_of_a_ring():
     rings, gathered = spec_of("ring"), spec_of("all-gather")
     step = context_of(gathered)
     kept = [
@@ -93,7 +94,7 @@ def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
     assert kept[1] - kept[0] == gathered.model.layers * more
 
 
-def test_of_many_places_a_table_has_what_few_do():
+def test_a_table_for_many_ranks_extrapolates_few_ranks():
     part = ContextPart(kind="zigzag", before=40, behind=23)
     assert (part.name, part.table_place, part.ring_degree) == ("3-3", "2-2", 64)
     assert part_at(context_of(spec_of("zigzag")), 7).name == "3-0"
@@ -108,7 +109,7 @@ def test_of_many_places_a_table_has_what_few_do():
     ),
     ids=("samples", "fp32", "selective"),
 )
-def test_what_no_table_tells_is_traced(more):
+def test_models_without_a_table_are_traced(more):
     assert not is_tabulated(spec_of("zigzag", **more))
 
 

@@ -1,4 +1,4 @@
-"""Whose copy differs, along which axis, and where ranks first call different things."""
+"""Copies that differ: the rank, the axis, and the first call in which ranks differ."""
 
 from __future__ import annotations
 
@@ -26,57 +26,59 @@ def copy(
     return Replica(moment, subject, name, part, kind, digest)
 
 
-def found(*tables: list[Replica]) -> list[tuple[str, int, DifferenceKind, str]]:
+def find_differences(*tables: list[Replica]) -> list[tuple[str, int, DifferenceKind, str]]:
     return [(d.name, d.rank, d.way, d.told) for d in copies.find_differing_replicas(tables, step=3)]
 
 
 def test_ranks_that_agree_depart_from_nothing():
-    assert not found([copy("a")], [copy("a")])
+    assert not find_differences([copy("a")], [copy("a")])
 
 
-def test_what_one_rank_alone_holds_is_nobodys_copy():
-    assert not found([copy("a", part="tp=0")], [copy("b", part="tp=1")])
+def test_a_tensor_of_one_rank_is_not_a_copy():
+    assert not find_differences([copy("a", part="tp=0")], [copy("b", part="tp=1")])
 
 
 def test_the_rank_that_differs_from_the_most_is_named():
-    assert found([copy("a")], [copy("b")], [copy("a")]) == [("w", 1, DifferenceKind.VALUE, "")]
+    assert find_differences([copy("a")], [copy("b")], [copy("a")]) == [
+        ("w", 1, DifferenceKind.VALUE, "")
+    ]
 
 
-def test_of_two_that_differ_both_are_named_because_nothing_tells_which_is_right():
-    assert [rank for _, rank, _, _ in found([copy("a")], [copy("b")])] == [0, 1]
+def test_both_of_two_differing_copies_are_named():
+    assert [rank for _, rank, _, _ in find_differences([copy("a")], [copy("b")])] == [0, 1]
 
 
-def test_a_part_says_which_of_a_tensor_differs():
+def test_the_differing_part_of_a_tensor_is_named():
     tables = [[copy("a", part="[0:8]")]] * 2 + [[copy("b", part="[0:8]")]]
-    assert found(*tables) == [("w", 2, DifferenceKind.VALUE, "[0:8]")]
+    assert find_differences(*tables) == [("w", 2, DifferenceKind.VALUE, "[0:8]")]
 
 
-def test_another_dtype_is_told_before_another_value():
+def test_a_different_dtype_is_reported_before_a_different_value():
     other = copy("b", kind="bfloat16[4]")
-    assert found([copy("a")], [copy("a")], [other]) == [
+    assert find_differences([copy("a")], [copy("a")], [other]) == [
         ("w", 2, DifferenceKind.DTYPE, "bfloat16 for float32")
     ]
 
 
-def test_another_shape_is_told():
+def test_a_different_shape_is_reported():
     other = copy("b", kind="float32[5]")
-    (mismatch,) = found([copy("a")], [copy("a")], [other])
+    (mismatch,) = find_differences([copy("a")], [copy("a")], [other])
     assert mismatch[2:] == (DifferenceKind.SHAPE, "float32[5] for float32[4]")
 
 
-def test_numbers_are_told_in_words():
+def test_numbers_are_reported_as_words():
     def counter(value: str) -> list[Replica]:
         return [copy(value, "w.step", kind="", subject=Subject.COUNTER)]
 
-    assert found(counter("8"), counter("7"), counter("8")) == [
+    assert find_differences(counter("8"), counter("7"), counter("8")) == [
         ("w.step", 1, DifferenceKind.VALUE, "7 for 8")
     ]
 
 
-def test_what_happens_first_is_told_first():
+def test_the_earliest_difference_is_reported_first():
     update, gradient = copy("a", "u"), copy("a", "g", moment=Moment.GRADIENTS)
     odd = [copy("b", "u"), copy("b", "g", moment=Moment.GRADIENTS)]
-    names = [name for name, *_ in found([update, gradient], [update, gradient], odd)]
+    names = [name for name, *_ in find_differences([update, gradient], [update, gradient], odd)]
     assert names == ["g", "u"]
 
 
@@ -123,7 +125,7 @@ def test_random_state_at_different_places_must_differ():
     assert (root_cause.axis, root_cause.factor) == ("dp", copies.SHARED)
 
 
-def test_a_rank_that_departs_from_itself_involves_no_axis():
+def test_a_rank_that_differs_from_itself_involves_no_axis():
     alone = [
         Mismatch(
             step=3,
@@ -149,7 +151,7 @@ def first(*ledgers: list[Call]) -> list[tuple[int, int, DifferenceKind, str]]:
     return [(d.index, d.rank, d.way, d.told) for d in mismatches]
 
 
-def changed(**fields: object) -> Call:
+def changed_call(**fields: object) -> Call:
     return replace(SUM, **fields)
 
 
@@ -161,20 +163,20 @@ def test_ranks_that_call_the_same_depart_from_nothing():
 @pytest.mark.parametrize(
     ("call", "way", "told"),
     [
-        (changed(reduces="MAX"), DifferenceKind.VALUE, "MAX for SUM"),
+        (changed_call(reduces="MAX"), DifferenceKind.VALUE, "MAX for SUM"),
         (
-            changed(operator="all_gather", reduces=""),
+            changed_call(operator="all_gather", reduces=""),
             DifferenceKind.VALUE,
             "all_gather for all_reduce",
         ),
-        (changed(dtype="int32"), DifferenceKind.DTYPE, "int32 for float32"),
-        (changed(numel=9), DifferenceKind.SHAPE, "9 elements for 8 elements"),
-        (changed(carries="gradients b"), DifferenceKind.VALUE, "gradients b for gradients a"),
-        (changed(when="update"), DifferenceKind.VALUE, "update for nothing known"),
-        (changed(result="f00"), DifferenceKind.VALUE, copies.ANOTHER_RESULT),
+        (changed_call(dtype="int32"), DifferenceKind.DTYPE, "int32 for float32"),
+        (changed_call(numel=9), DifferenceKind.SHAPE, "9 elements for 8 elements"),
+        (changed_call(carries="gradients b"), DifferenceKind.VALUE, "gradients b for gradients a"),
+        (changed_call(when="update"), DifferenceKind.VALUE, "update for nothing known"),
+        (changed_call(result="f00"), DifferenceKind.VALUE, copies.ANOTHER_RESULT),
     ],
 )
-def test_the_first_call_that_differs_is_named_with_what_differs(call, way, told):
+def test_the_first_differing_call_is_named_with_its_difference(call, way, told):
     assert first([SUM, SUM], [SUM, call], [SUM, SUM]) == [(1, 1, way, told)]
 
 
@@ -186,7 +188,7 @@ def test_a_call_that_a_rank_leaves_out_is_named():
 
 
 def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
-    ledger = [changed(carries=name) for name in "abc"]
+    ledger = [changed_call(carries=name) for name in "abc"]
     without = [ledger[0], ledger[2]]
     assert first(ledger, without) == [(1, 1, DifferenceKind.MISSING, "is not called")]
     assert first(without, ledger, ledger, without) == [
@@ -196,7 +198,7 @@ def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
 
 
 def test_the_root_cause_of_calls_names_operator_place_axis_and_ranks():
-    ledgers = {0: [SUM], 4: [SUM], 8: [changed(reduces="MAX")]}
+    ledgers = {0: [SUM], 4: [SUM], 8: [changed_call(reduces="MAX")]}
     root_cause = copies.explain_call_mismatches(
         [*copies.find_differing_calls("dp_shard", ledgers, 3)]
     )

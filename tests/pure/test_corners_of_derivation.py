@@ -1,4 +1,4 @@
-"""Corners of the exact column that no other test needs: one sentence each."""
+"""Corner cases of the exact column that no other test covers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTS = make_facts(((4, 6), (3,)), ((3, 5),), ((7,),))
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
 
 
-def loaded(**changes: object) -> Spec:
+def load_spec(**changes: object) -> Spec:
     base = {
         "model": {"preset": "llama-tiny"},
         "mesh": {"dp_shard": 2},
@@ -55,7 +55,7 @@ def estimate(*collectives: Collective) -> Estimate:
     return Estimate(column=Column.EXACT, world_size=2, traffic=tuple(rows))
 
 
-def test_on_the_wire_gloo_doubles_a_reduce_scatter_and_nothing_else():
+def test_gloo_doubles_only_a_reduce_scatter_on_the_wire():
     assert {Collective.REDUCE_SCATTER: Fraction(2)} == interconnect.GLOO
     assert interconnect.TOLERANCE == 0.001
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
@@ -72,7 +72,7 @@ def test_on_the_wire_two_ranks_exchange_halves_of_gradients():
     assert gloo_factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
 
 
-def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
+def test_wire_factors_name_deviations_from_the_ring_model():
     told = {
         (Collective.ALL_GATHER,): "gloo: 1; mean over ranks",
         (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE): (
@@ -85,19 +85,19 @@ def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
     assert {each: interconnect._factor(estimate(*each), ("dp",)) for each in told} == told
 
 
-def test_facts_hash_alike_whatever_was_traced_of_their_stages():
+def test_facts_hash_equally_with_and_without_traced_stages():
     traced = replace(FACTS, stage_passes=([],))
     assert hash(traced) == hash(FACTS) and traced != FACTS
     assert FACTS.stage_passes == ()
 
 
-def test_of_micro_batches_the_first_and_the_last_are_told_from_the_others():
+def test_first_and_last_micro_batches_are_distinguished():
     assert list(micro_batches(1)) == [(True, True, 1)]
     assert list(micro_batches(2)) == [(True, False, 1), (False, True, 1)]
     assert list(micro_batches(5)) == [(True, False, 1), (False, False, 3), (False, True, 1)]
 
 
-def test_units_are_in_the_order_of_the_mark_that_is_asked_for():
+def test_units_are_ordered_by_the_requested_event():
     marks = [(Mark.ENTER, 2), (Mark.ENTER, 0), (Mark.LEAVE, 0), (Mark.ENTER, 1), (Mark.LEAVE, 1)]
     forward = tuple(Boundary(mark, unit) for mark, unit in [*marks, (Mark.LEAVE, 2)])
     spec = make_spec({})
@@ -128,7 +128,7 @@ def test_flat_buffers_are_those_of_rank_0():
     ]
 
 
-def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
+def test_a_part_of_a_buffer_is_a_view_if_no_other_data_precedes_it():
     room = GhostRuntime(Tape(), {REPLICATE: 2, SHARD: 2}, {})
     cuts = ShardLayout(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
@@ -150,33 +150,33 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
 
 def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():
     fused = {"loss": {"kind": "fused", "chunk": 16}}
-    half = loaded(precision={"layout": "fp16"}, **fused)
+    half = load_spec(precision={"layout": "fp16"}, **fused)
     assert (is_tabulated(half), facts_from_shape(half)) == (False, None)
     for layout in ("fp32", "zero16"):
-        known = loaded(precision={"layout": layout}, **fused)
+        known = load_spec(precision={"layout": layout}, **fused)
         assert is_tabulated(known) and facts_from_shape(known) is not None
-    assert is_tabulated(loaded(precision={"layout": "fp16"}))
+    assert is_tabulated(load_spec(precision={"layout": "fp16"}))
 
 
-def test_of_samples_with_one_token_the_tables_tell_nothing_and_the_model_is_read():
-    """Their targets are a column, which is contiguous: the loss copies nothing."""
-    column = loaded(batch={"global": 8, "micro": 2, "sequence": 1})
+def test_samples_of_one_token_are_in_no_table_and_are_traced():
+    """Their targets are a contiguous column: the loss copies nothing."""
+    column = load_spec(batch={"global": 8, "micro": 2, "sequence": 1})
     assert (is_tabulated(column), facts_from_shape(column)) == (False, None)
     for micro, sequence in ((1, 1), (2, 2)):
-        known = loaded(batch={"global": 8, "micro": micro, "sequence": sequence})
+        known = load_spec(batch={"global": 8, "micro": micro, "sequence": sequence})
         assert is_tabulated(known)
 
 
 def test_every_rank_has_its_operations():
-    rows = derive(loaded()).exact.operations
+    rows = derive(load_spec()).exact.operations
     assert [row.rank for row in rows] == [0, 1]
 
 
-def test_a_norm_that_is_reduced_within_tp_alone_leaves_the_host_and_comes_back():
-    """Gradients are gathered for a whole update, so that no data axis has a part of the norm."""
+def test_a_norm_reduced_only_within_tp_moves_to_the_device_and_back():
+    """Gradients are gathered for a full update, so no data axis has a part of the norm."""
     placements = {"dp_replicate": "R,R,S@file,R", "tp": "S,S,S,R"}
     of_degree = {
-        degree: loaded(mesh={"dp_replicate": 2, "tp": degree}, placement=placements)
+        degree: load_spec(mesh={"dp_replicate": 2, "tp": degree}, placement=placements)
         for degree in (1, 2)
     }
     for degree, spec in of_degree.items():
@@ -200,9 +200,9 @@ def _copied_scalars(spec: Spec) -> dict[Collective, int]:
 
 
 def test_rows_that_do_not_divide_and_states_gathered_for_the_update_are_noted():
-    notes = " ".join(derive(loaded()).exact.notes)  # 259 rows of the embedding on 2 ranks
+    notes = " ".join(derive(load_spec()).exact.notes)  # 259 rows of the embedding on 2 ranks
     assert "ceil(d0 / 2) on every rank: 0.03% more than in the model" in notes
-    even = loaded(model={"preset": "llama-tiny", "vocab": 260})
+    even = load_spec(model={"preset": "llama-tiny", "vocab": 260})
     assert "cut by rows" not in " ".join(derive(even).exact.notes)
-    gathered = " ".join(derive(loaded(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
+    gathered = " ".join(derive(load_spec(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
     assert "optimizer state is all-gathered over dp_shard" in gathered

@@ -1,4 +1,4 @@
-"""Corners of reading and judging a spec that no other test needs: one sentence each."""
+"""Corner cases of reading and checking a spec that no other test covers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ptrain.spec.spec import rank_groups
 from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
-from tests.pure.changes import BASE, faults, loaded
+from tests.pure.changes import BASE, faults, load_changed
 
 
-def test_reading_what_is_sound_leaves_the_tree_as_it_is():
+def test_reading_a_valid_spec_leaves_the_tree_unchanged():
     root = BASE | {"placement": {}, "train": {"steps": 0, "seed": 3}}
     tree = Tree(root=root, source="")
     raw, found = validate(tree)
@@ -32,9 +32,9 @@ def test_reading_what_is_sound_leaves_the_tree_as_it_is():
     assert tree.root["train"] == {"steps": 0, "seed": 3}
 
 
-def test_a_fault_without_a_place_stands_at_the_files_first_line(tmp_path):
+def test_an_error_without_a_place_points_to_the_first_line(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text(to_yaml(loaded().resolved))
+    file.write_text(to_yaml(load_changed().resolved))
     located = load(file).locate(Fault(place="", finding="a"))
     assert (located.source, located.line) == (str(file), 1)
 
@@ -48,14 +48,14 @@ def test_a_mesh_without_a_tuple_is_the_only_fault():
     assert list(faults(placement=None, batch=batch)) == ["mesh.dp_shard"]
 
 
-def test_a_tier_that_no_state_is_on_is_refused_where_there_are_ranks():
+def test_a_tier_that_no_state_is_on_is_rejected_where_there_are_ranks():
     assert list(faults(offload={"tier": "host"})) == ["offload.tier"]
-    assert loaded(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
+    assert load_changed(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
 
 
 def test_where_nothing_is_recomputed_every_block_is_like_the_others():
-    assert loaded(recompute={"policy": "none", "every": 3}).activations.every == 1
-    assert loaded(recompute={"every": 3}, activations="M").activations.every == 3
+    assert load_changed(recompute={"policy": "none", "every": 3}).activations.every == 1
+    assert load_changed(recompute={"every": 3}, activations="M").activations.every == 3
 
 
 def test_heads_near_to_those_that_were_written_are_offered():
@@ -63,7 +63,7 @@ def test_heads_near_to_those_that_were_written_are_offered():
     assert faults(model=shape)["model.heads"].remedy == "Use one of 4, 8, 16, 32, 64, 128."
 
 
-def test_a_tuple_of_two_modes_is_refused_at_its_axis():
+def test_a_tuple_of_two_modes_is_rejected_at_its_axis():
     assert set(faults(placement={"dp_shard": "S*,S"})) == {"placement.dp_shard"}
 
 
@@ -102,7 +102,7 @@ def test_of_two_tiers_the_one_that_is_further_away_holds_the_product():
         assert compose(*factors)[State.PARAMETERS].tier.value == "file"
 
 
-def test_over_no_axis_every_rank_is_a_group_of_its_own():
+def test_without_axes_every_rank_is_a_separate_group():
     spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)})
     assert list(rank_groups(spec, ())) == [(0,), (1,), (2,), (3,)]
     assert list(rank_groups(spec, (Axis.DP_REPLICATE,))) == [(0, 2), (1, 3)]
@@ -110,7 +110,9 @@ def test_over_no_axis_every_rank_is_a_group_of_its_own():
 
 def test_a_hidden_file_gives_its_spec_a_name_without_the_dot(tmp_path):
     file = tmp_path / ".mine.yaml"
-    file.write_text(to_yaml({key: loaded().resolved[key] for key in ("model", "batch", "mesh")}))
+    file.write_text(
+        to_yaml({key: load_changed().resolved[key] for key in ("model", "batch", "mesh")})
+    )
     assert load(file, ["mesh.dp_shard=1"]).spec.name == "mine"
 
 
@@ -127,7 +129,7 @@ def test_dualpipe_is_understood_however_it_is_written(word):
     assert "two copies of parameters" in fault.remedy
 
 
-def test_slices_of_activations_that_name_no_axis_are_refused():
+def test_slices_of_activations_that_name_no_axis_are_rejected():
     assert "only be sharded on a named axis" in faults(activations="S")["activations"].finding
     both = faults(activations="M", placement={"dp_shard": "S*,S,S,O"})
     assert "M, but placement.dp_shard.activations is O" in both["activations"].finding
@@ -135,31 +137,33 @@ def test_slices_of_activations_that_name_no_axis_are_refused():
 
 def test_tokens_become_the_nearest_number_of_micro_batches():
     batch = {"global": "200 tokens", "micro": 2, "sequence": 32}  # 6.25 samples; 4 in one step
-    assert loaded(batch=batch).batch.global_samples == 8
+    assert load_changed(batch=batch).batch.global_samples == 8
     odd = {"global": "400 tokens", "micro": 2, "sequence": 32}  # 12 samples
-    assert loaded(batch=odd).batch.accumulate == 4  # a power of two
-    assert loaded(batch=odd | {"round": "none"}).batch.accumulate == 3
+    assert load_changed(batch=odd).batch.accumulate == 4  # a power of two
+    assert load_changed(batch=odd | {"round": "none"}).batch.accumulate == 3
 
 
-def test_a_strategy_refuses_a_mesh_with_one_axis_more():
+def test_a_strategy_rejects_a_mesh_with_one_axis_more():
     fault = faults(mesh={"dp_shard": 2, "pp": 2}, placement="zero3")["placement"]
     assert fault.finding == "zero3 needs the axis dp_shard; the mesh has dp_shard, pp"
 
 
-def test_reshard_and_what_it_stands_for_cannot_say_two_things():
+def test_reshard_and_its_long_form_must_agree():
     both = faults(reshard=True, sync={"reshard_after_forward": False})
     assert "which is false" in both["reshard"].finding
-    assert loaded(reshard=False).sync == loaded(sync={"reshard_after_forward": False}).sync
+    assert (
+        load_changed(reshard=False).sync == load_changed(sync={"reshard_after_forward": False}).sync
+    )
 
 
-def test_a_fault_within_a_mapping_of_the_command_line_stands_there():
+def test_an_error_in_a_command_line_mapping_points_to_the_command_line():
     fault = faults("placement={dp_shard: [S*, S, Q, R]}")["placement.dp_shard.gradients"]
     assert fault.source.startswith(COMMAND_LINE)
 
 
 def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
     kept = {"activations": "M"}
-    assert loaded(recompute={"keep": ["softmax"]}, **kept) == loaded(
+    assert load_changed(recompute={"keep": ["softmax"]}, **kept) == load_changed(
         recompute={"keep": "softmax"}, **kept
     )
     wrong = faults(recompute={"keep": ["softmax", "soft"]}, **kept)
@@ -168,21 +172,21 @@ def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
     assert twice.finding == "softmax is listed twice"
 
 
-def test_a_bucket_is_written_as_the_word_that_says_it_or_in_bytes():
+def test_a_bucket_is_written_as_a_word_or_in_bytes():
     sizes = {"per-tensor": "per-tensor", "whole": "whole", "32 KiB": 2**15}
     for written, resolved in sizes.items():
-        assert loaded(bucket=written).resolved["bucket"] == resolved
+        assert load_changed(bucket=written).resolved["bucket"] == resolved
 
 
 def test_a_file_of_dots_alone_gives_its_spec_the_name_spec(tmp_path):
     file = tmp_path / "-.-.yaml"
-    file.write_text(to_yaml(loaded().resolved | {"name": None}).replace("name: null\n", ""))
+    file.write_text(to_yaml(load_changed().resolved | {"name": None}).replace("name: null\n", ""))
     dots = file.rename(tmp_path / "....yaml")
     assert load(dots).spec.name == "spec"
 
 
-def test_what_follows_from_a_section_at_fault_is_not_said():
-    """The batch depends on the mesh, and of its two faults the mesh's alone is told."""
+def test_errors_that_follow_from_an_invalid_section_are_not_reported():
+    """The batch depends on the mesh; of its two errors only the mesh's is reported."""
     batch = {"global": 3, "micro": 2, "sequence": 32}
     assert list(faults(mesh={"dp_shard": "two"}, batch=batch)) == ["mesh.dp_shard"]
 
@@ -200,7 +204,7 @@ def test_a_loss_that_has_all_logits_has_no_chunks_and_no_fused_kernel():
         assert faults(loss=loss)[f"loss.{key}"].remedy == remedy
 
 
-def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
+def test_a_preset_may_be_a_file_next_to_the_spec_with_either_suffix(tmp_path):
     for ending in (".yaml", ".yml"):
         shape = {"family": "gpt", "layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 259}
         (tmp_path / f"small{ending}").write_text(to_yaml(shape))
@@ -209,10 +213,8 @@ def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
         assert load(file).spec.model.hidden == 8
 
 
-def test_a_preset_may_be_a_file_where_the_command_runs_and_one_beside_the_spec_comes_first(
-    tmp_path, monkeypatch
-):
-    """As `ptrain calibrate` has just written it, beside a spec that is built in."""
+def test_a_preset_may_be_a_file_in_the_current_folder_after_the_specs_folder(tmp_path, monkeypatch):
+    """`ptrain calibrate` writes such a file for a built-in spec."""
     monkeypatch.chdir(tmp_path)
     sizes = {"devices": 2, "intra_node_bandwidth": "1 GB/s"}
     Path("mine.yaml").write_text(to_yaml(sizes | {"device_memory": "8 GB"}))
@@ -231,18 +233,18 @@ def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks()
 
 
 def test_a_checkpoint_at_the_end_is_a_word():
-    assert loaded(checkpoint="at_end").checkpoint.at_end
+    assert load_changed(checkpoint="at_end").checkpoint.at_end
     assert "checkpoint" in faults(checkpoint="AT_END")
 
 
-def test_a_schedule_file_that_is_not_there_says_what_to_name():
+def test_a_missing_schedule_file_names_the_expected_file():
     fault = faults(mesh={"pp": 2}, pipeline={"schedule": "none.csv"})["pipeline.schedule"]
     assert fault.remedy == (
         "Use a file in torch's CSV format of compute actions, or a schedule name."
     )
 
 
-def test_a_spec_that_is_not_there_says_where_the_built_in_ones_are():
+def test_a_missing_spec_names_the_folder_of_built_in_specs():
     with pytest.raises(SpecError) as caught:
         text.read(Path("none.yaml"))
     assert caught.value.faults[0].remedy == "Run `ptrain specs` to list the built-in specs."
@@ -258,13 +260,13 @@ def test_a_list_with_a_tag_in_it_is_at_fault_for_both():
     ]
 
 
-def test_what_tp_and_pp_say_is_written_from_two_ranks_on():
+def test_tp_and_pp_keys_are_written_for_two_ranks_or_more():
     stages = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
     slices = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
-    plain = loaded(mesh={}, placement={}).resolved
+    plain = load_changed(mesh={}, placement={}).resolved
     assert "pipeline" not in plain and "tensor" not in plain
-    assert "pipeline" in loaded(**stages).resolved
-    assert "tensor" in loaded(**slices).resolved
+    assert "pipeline" in load_changed(**stages).resolved
+    assert "tensor" in load_changed(**slices).resolved
 
 
 def test_torchs_names_of_dtypes_are_understood():
@@ -273,7 +275,7 @@ def test_torchs_names_of_dtypes_are_understood():
         assert dtype in faults(precision={"parameters": name})["precision.parameters"].remedy
 
 
-def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
+def test_a_vocabulary_too_small_for_a_class_is_named_by_its_field():
     model = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 258})
     (fault,) = check(make_spec({}, model=model))
     assert (fault.place, fault.remedy) == (
@@ -384,6 +386,6 @@ def test_every_rule_has_its_name_and_the_theorem_that_it_guards():
     assert [(rule.name, rule.theorem) for rule in RULES] == list(NAMED.items())
 
 
-def test_every_rule_about_what_waits_has_its_name_and_no_theorem():
+def test_every_rule_of_unsupported_features_has_a_name_and_no_theorem():
     assert [rule.name for rule in UNSUPPORTED_RULES] == " ".join(WAITING.split()).split("; ")
     assert {rule.theorem for rule in UNSUPPORTED_RULES} == {""}

@@ -1,4 +1,4 @@
-"""The exact column against arithmetic drawn by hand and against torch's own cuts."""
+"""The exact column compared with hand-written arithmetic and torch's sharding."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_sent_bytes_are_rounded_up_per_call():
     assert (reduced.payload_bytes, reduced.sent_bytes) == (6, 9)
 
 
-def test_replicas_reduce_each_shard_and_share_nothing_else():
+def test_replicas_reduce_each_shard_and_share_only_that():
     held = on_both(WHOLE, GATHERED)
     shard = (10 + 10 + 10) * 4
     assert calls(held, axes=("dp_replicate",)) == {(AR, G, BACKWARD): (3, shard)}
@@ -201,14 +201,14 @@ def test_an_update_that_reads_more_than_is_stored_gathers_it_unless_it_has_a_mas
     assert (AG, THETA, UPDATE) not in calls(exact(gathered, layout=ZERO16))
 
 
-def test_what_no_axis_cuts_is_all_reduced_before_the_update():
+def test_unsharded_gradients_are_all_reduced_before_the_update():
     assert calls(exact(tuple_of("S*,R,R")))[AR, G, UPDATE] == (3, 4 * FLAT_2)
     inner = on_both(ZERO_1, WHOLE)
     assert calls(inner, axes=("dp_replicate",))[RS, G, UPDATE] == (3, 4 * FLAT_2)
     assert calls(inner, axes=("dp_shard",)) == {(AR, G, UPDATE): (3, 4 * FLAT_2 // 2)}
 
 
-def test_an_optimizer_cut_over_both_axes_works_on_quarters():
+def test_an_optimizer_sharded_over_both_axes_works_on_quarters():
     held = on_both(ZERO_1, GATHERED)
     flat = 20 + 20 + 20  # 17 and 18 -> 20 for 4 ranks
     assert held.bytes_of(THETA) == 4 * flat // 2
@@ -217,7 +217,7 @@ def test_an_optimizer_cut_over_both_axes_works_on_quarters():
     assert outer == {(RS, G, UPDATE): (3, 4 * flat // 2), (AG, THETA, UPDATE): (3, 4 * flat // 2)}
 
 
-def test_gradients_and_optimizer_cut_over_different_axes_cross_over():
+def test_gradients_and_optimizer_sharded_over_different_axes_cross_over():
     held = on_both(ZERO_1, tuple_of("R,R,S"))
     flat = 60
     assert calls(held, axes=("dp_shard",)) == {
@@ -249,7 +249,7 @@ def test_clipping_reduces_one_scalar_per_axis_that_cuts_the_optimizer(fp64, scal
 
 
 @pytest.mark.parametrize("placement", [GATHERED, ZERO_1, ZERO_2])
-def test_a_reduce_scatter_by_all_to_all_says_so_and_costs_the_same(placement):
+def test_a_reduce_scatter_by_all_to_all_is_reported_and_costs_the_same(placement):
     native = exact(placement)
     exchanged = exact(placement, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     assert {row.key.via for row in native.traffic} == {None}

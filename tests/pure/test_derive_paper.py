@@ -1,4 +1,4 @@
-"""The paper's own figures, from its own theorems, and what really has to be sent."""
+"""The paper's figures by its theorems, and the actual traffic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_of(numel: int, layers: int = 70) -> ModelFacts:
 SEVENTY = model_of(70 * GB)
 
 
-def derived(placement, ranks=8, facts=SEVENTY, layout=ZERO16):
+def derive_paper(placement, ranks=8, facts=SEVENTY, layout=ZERO16):
     spec = make_spec({Axis.DP_SHARD: (ranks, placement)}, layout=layout, clip=None, model=BY_HAND)
     return derive(spec, facts)
 
@@ -59,7 +59,7 @@ def states(estimate) -> int:
     ids=list(STAGES),
 )
 def test_70b_on_8_devices_as_printed(placement, memory, traffic):
-    paper = derived(placement).paper
+    paper = derive_paper(placement).paper
     assert states(paper) == memory
     assert paper.sent_bytes() == traffic
 
@@ -97,35 +97,35 @@ def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
 
 
 @pytest.mark.parametrize("placement", [ZERO_1, ZERO_2], ids=["Ω", "Ω, G"])
-def test_70b_with_a_sharded_optimizer_really_sends_245_gb_and_says_why(placement):
-    exact = derived(placement).exact
+def test_70b_with_a_sharded_optimizer_sends_245_gb_with_a_reason(placement):
+    exact = derive_paper(placement).exact
     assert exact.sent_bytes() == 245 * GB
     assert any("updated parameters are all-gathered" in note for note in exact.notes)
 
 
 @pytest.mark.parametrize("placement", list(STAGES.values()), ids=list(STAGES))
 def test_exact_and_printed_memory_agree_up_to_step_counters(placement):
-    both = derived(placement)
+    both = derive_paper(placement)
     assert 0 <= states(both.exact) - states(both.paper) <= 4 * 70
 
 
 def test_sharding_everything_takes_an_eighth_and_sends_half_more():
-    whole, sharded = derived(WHOLE), derived(GATHERED)
+    whole, sharded = derive_paper(WHOLE), derive_paper(GATHERED)
     for column in ("paper", "exact"):
         before, after = getattr(whole, column), getattr(sharded, column)
         assert states(before) / states(after) == pytest.approx(8, rel=1e-6)
         assert after.sent_bytes() / before.sent_bytes() == pytest.approx(1.5)
 
 
-def test_s_unit_is_one_layer_and_stands_apart():
-    paper = derived(GATHERED).paper
+def test_s_unit_is_one_layer_and_a_separate_row():
+    paper = derive_paper(GATHERED).paper
     assert paper.bytes_of(State.TRANSIENT) == 2 * GB  # 1e9 parameters of 2 bytes
-    assert derived(ZERO_2).paper.bytes_of(State.TRANSIENT) == 0
+    assert derive_paper(ZERO_2).paper.bytes_of(State.TRANSIENT) == 0
 
 
 def test_7_5b_takes_120_gb():
     facts = model_of(7_500 * 10**6, layers=30)
-    assert states(derived(WHOLE, ranks=64, facts=facts).paper) == 120 * GB
+    assert states(derive_paper(WHOLE, ranks=64, facts=facts).paper) == 120 * GB
 
 
 @pytest.mark.parametrize(
@@ -136,16 +136,16 @@ def test_memory_per_parameter_tends_to_16_4_2_and_0(placement, limit):
     psi = facts.numel
     for ranks in (2, 16, 256, 4096):
         for column in ("paper", "exact"):
-            per_parameter = states(getattr(derived(placement, ranks, facts), column)) / psi
+            per_parameter = states(getattr(derive_paper(placement, ranks, facts), column)) / psi
             assert per_parameter == pytest.approx(limit + (16 - limit) / ranks, rel=1e-4)
 
 
 def test_fp32_counts_4_4_and_8_bytes():
-    paper = derived(WHOLE, layout=FP32).paper
+    paper = derive_paper(WHOLE, layout=FP32).paper
     assert [paper.bytes_of(state) // (70 * GB) for state in PLACED[:3]] == [4, 8, 4]
 
 
-def test_an_outer_axis_finds_what_the_inner_one_leaves():
+def test_an_outer_axis_divides_the_result_of_the_inner_one():
     mesh = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (4, GATHERED)}
     paper = derive(make_spec(mesh, layout=ZERO16, model=BY_HAND), SEVENTY).paper
     (reduced,) = [row for row in paper.traffic if row.key.collective is Collective.ALL_REDUCE]
@@ -155,20 +155,20 @@ def test_an_outer_axis_finds_what_the_inner_one_leaves():
 
 
 def test_offloaded_states_count_on_the_host():
-    paper = derived(tuple_of("O,O,S")).paper
+    paper = derive_paper(tuple_of("O,O,S")).paper
     host = {row.state: row.host_bytes for row in paper.memory if row.rank == 0}
     assert host[State.OPTIMIZER] == 105 * GB and states(paper) == 17.5 * GB
 
 
 def test_a_slice_in_a_file_is_offloaded_too():
-    paper = derived(tuple_of("S@file,S@file,S")).paper
+    paper = derive_paper(tuple_of("S@file,S@file,S")).paper
     files = {row.state: row.file_bytes for row in paper.memory if row.rank == 0}
     assert files[State.OPTIMIZER] == 105 * GB and states(paper) == 17.5 * GB
 
 
 @pytest.mark.parametrize("text", ["S*@host,O,O", "R@host,R,R", "R,S*@file,S"])
 def test_where_definition_2_has_no_mode_theorem_1_gives_nothing(text):
-    paper = derived(tuple_of(text)).paper
+    paper = derive_paper(tuple_of(text)).paper
     assert paper.memory == () and "Definition 2 has no mode" in paper.undefined["memory"]
 
 
@@ -177,7 +177,7 @@ def test_where_definition_2_has_no_mode_theorem_1_gives_nothing(text):
     [tuple_of(text) for text in ("R,R,M", "M,S,S", "O,O,S", "S*,S*,S", "S*,S,S*", "R,O,O")],
 )
 def test_where_theorem_2_has_no_case_the_column_gives_a_reason(placement):
-    paper = derived(placement).paper
+    paper = derive_paper(placement).paper
     assert paper.traffic == () and "Theorem 2" in paper.undefined["traffic"]
 
 
@@ -209,8 +209,8 @@ def test_a_group_of_4_that_shares_operators_takes_a_quarter_of_everything():
     }
 
 
-def test_what_every_rank_of_tp_has_whole_is_not_divided_by_4():
-    """The norms: 2 per block and the last one, of 70b-zero3-tp4 on 32 ranks; and tp's own sums."""
+def test_tensors_replicated_over_tp_are_not_divided_by_4():
+    """The norms: 2 per block and the last one, of 70b-zero3-tp4 on 32 ranks; and the sums of tp."""
     spec = load("70b-zero3-tp4").spec
     exact, shape = derive(spec).exact, spec.model
     norms = (2 * shape.layers + 1) * shape.hidden
@@ -229,4 +229,4 @@ def test_what_every_rank_of_tp_has_whole_is_not_divided_by_4():
 
 
 def test_the_paper_gives_no_peak_and_no_activations():
-    assert set(derived(WHOLE).paper.undefined) == {"activations", "peak"}
+    assert set(derive_paper(WHOLE).paper.undefined) == {"activations", "peak"}

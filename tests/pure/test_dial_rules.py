@@ -1,4 +1,5 @@
-"""A dial that nothing would obey is refused with what would; one that something obeys is legal."""
+"""An option without effect is rejected with the placements that it applies to; an option with
+effect is legal."""
 
 from __future__ import annotations
 
@@ -188,13 +189,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "changes", "place", "finding", "remedy"), REFUSED)
-def test_a_dial_that_nothing_obeys_is_refused(text, changes, place, finding, remedy):
+def test_a_dial_that_nothing_obeys_is_rejected(text, changes, place, finding, remedy):
     (fault,) = check(one_axis(text, **changes))
     assert fault.place == place
     assert finding in fault.finding and remedy in fault.remedy
 
 
-def test_torchs_own_spread_update_gathers_when_it_will():
+def test_zero_redundancy_optimizer_decides_when_it_gathers():
     spec = one_axis("R,S,R", Axis.DP_REPLICATE, gather_after_update=NEXT)
     (fault,) = check(spec)
     assert form_of(spec) is Form.SPREAD_UPDATE
@@ -210,7 +211,7 @@ def test_smaller_shards_divide_the_larger_group(degree, shards):
 
 
 @pytest.mark.parametrize(("degree", "shards"), [(4, 3), (2, 4), (6, 4), (8, 1)])
-def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards):
+def test_shards_that_do_not_divide_are_rejected_with_the_divisors(degree, shards):
     sync = SyncPolicy(reshard_after_forward=shards)
     (fault,) = check(one_axis("S*,S,S", degree=degree, sync=sync))
     assert fault.place == "sync.reshard_after_forward"
@@ -238,7 +239,7 @@ def test_one_device_takes_every_dial_for_nothing_moves_there():
     assert not check(spec)
 
 
-def test_every_rule_about_a_dial_refuses_something():
+def test_every_rule_about_a_dial_rejects_something():
     for rule in DIALS:
         specs = [one_axis(text, **changes) for text, changes, *_ in REFUSED]
         specs.append(one_axis("S*,S,R", sync=SyncPolicy(reshard_after_forward=2)))
@@ -263,12 +264,12 @@ TENSOR_DIALS = {"tensor.plan": ("naive",), "tensor.loss_parallel": ("false",)}
 EVEN = "model.vocab=260"
 
 
-def _each(dials: dict[str, tuple[str, ...]]) -> list[str]:
+def _assignments(dials: dict[str, tuple[str, ...]]) -> list[str]:
     return [f"{key}={value}" for key, values in dials.items() for value in values]
 
 
-@pytest.mark.parametrize("dial", _each(DATA_DIALS))
-def test_a_dial_of_the_data_axes_is_refused_where_tp_is_alone(dial):
+@pytest.mark.parametrize("dial", _assignments(DATA_DIALS))
+def test_a_dial_of_the_data_axes_is_rejected_where_tp_is_alone(dial):
     (fault,) = check(load("tp", [dial]).spec)
     key = dial.split("=")[0]
     assert fault.place == {"reshard": "sync.reshard_after_forward"}.get(key, key)
@@ -281,15 +282,15 @@ def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means
     assert not check(load(name, ["gather_after_update=blocking"]).spec)
 
 
-@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(TENSOR_DIALS))
 @pytest.mark.parametrize("mesh", ["{dp_shard: 2}", "{dp_shard: 2, tp: 1}"])
-def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
+def test_a_dial_of_tp_is_rejected_where_there_are_ranks_but_no_tp(dial, mesh):
     (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
     assert fault.place == dial.split("=")[0]
     assert "no tp axis with two or more ranks" in fault.finding and "mesh.tp=2" in fault.remedy
 
 
-def test_roles_of_an_own_model_are_refused_without_tp():
+def test_roles_of_a_user_model_are_rejected_without_tp():
     own = {"model": {"target": "a:b"}, "placement": {"dp_shard": "S*,S,S,R"}, "batch": BATCH}
     own |= {"tensor": {"plan": {"up": "column"}}}
     (fault,) = check(load(own | {"mesh": {"dp_shard": 2}}).spec)
@@ -297,19 +298,19 @@ def test_roles_of_an_own_model_are_refused_without_tp():
     assert not check(load(own | {"mesh": {"dp_shard": 1}}).spec)
 
 
-@pytest.mark.parametrize("dial", _each(DATA_DIALS | TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(DATA_DIALS | TENSOR_DIALS))
 def test_every_dial_is_free_on_one_rank(dial):
     assert not check(load("tp", [dial, "mesh.tp=1", EVEN]).spec)
     assert not check(load("zero3", [dial, "mesh.dp_shard=1", EVEN]).spec)
 
 
-@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+@pytest.mark.parametrize("dial", _assignments(TENSOR_DIALS))
 def test_the_dials_of_tp_are_obeyed_with_it(dial):
     assert not check(load("tp-zero3", [dial, EVEN]).spec)
     assert not check(load("tp", [dial, EVEN]).spec)
 
 
-def test_what_is_shown_of_tp_alone_has_no_dial_of_the_data_axes():
+def test_a_spec_with_only_tp_shows_no_option_of_data_axes():
     found = minimal_spec(load("tp").spec)
     assert not {"sync", "reduce_scatter", "bucket", "unit", "overlap"} & set(found.mapping)
     (line,) = (each for each in found.left_out if "no effect with this placement" in each)

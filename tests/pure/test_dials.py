@@ -1,4 +1,4 @@
-"""The dials of DDP and FSDP2 in the prediction, by hand: what each moves and what it keeps."""
+"""The options of DDP and FSDP2 in the prediction, computed by hand: traffic and memory of each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exact(axis: Axis, placement: Any, ranks: int = 2, **turned: Any) -> Estimate
     return derive(replace(spec, **turned), FACTS).exact
 
 
-def traced(placement: Any, ranks: int = 2, **turned: Any) -> Estimate:
+def traced_exact(placement: Any, ranks: int = 2, **turned: Any) -> Estimate:
     """The exact column of a built-in model, whose activations are known: with peaks."""
     spec = make_spec({SHARD: (ranks, placement)}, model=ODD_SHAPE, clip=None)
     shape_facts: ModelFacts = facts(ODD_SHAPE, spec.batch.sequence)
@@ -80,7 +80,7 @@ def test_a_bucket_per_tensor_or_one_for_all_moves_the_same_bytes():
     assert rows(whole, *reduced)[:2] == (1, 4 * NUMEL)
 
 
-def test_reductions_after_backward_move_what_those_beside_it_move():
+def test_reductions_after_backward_have_the_traffic_of_overlapped_ones():
     beside, after = exact(REPLICATE, WHOLE), exact(REPLICATE, WHOLE, overlap=Overlap.NONE)
     assert beside.traffic == after.traffic
 
@@ -125,16 +125,16 @@ def test_a_smaller_group_sends_less_in_backward():
     assert (forward[2], backward[2]) == (forward[1] * 3 // 4, backward[1] // 2)
 
 
-def test_a_unit_that_a_smaller_group_keeps_stands_between_forward_and_backward():
-    kept = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=2))
-    resharded = traced(GATHERED, 4)
-    whole = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=False))
+def test_a_unit_kept_by_a_smaller_group_is_resident_between_forward_and_backward():
+    kept = traced_exact(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=2))
+    resharded = traced_exact(GATHERED, 4)
+    whole = traced_exact(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=False))
     assert resharded.bytes_of(State.TRANSIENT) == 0
     assert kept.bytes_of(State.TRANSIENT) * 2 == whole.bytes_of(State.TRANSIENT)
 
 
 @pytest.mark.parametrize("placement", [GATHERED, tuple_of("S*,S,R")], ids=["sharded", "flat"])
-def test_torchs_own_gathers_every_unit_twice_but_the_root_that_stays(placement):
+def test_zero_redundancy_gathers_every_unit_twice_except_the_resident_root(placement):
     sync = SyncPolicy(gradients=GradientSync.LAST)
     given_back = exact(SHARD, placement, sync=sync)
     but_the_root = replace(sync, reshard_after_forward=Reshard.NON_ROOT)
@@ -156,7 +156,7 @@ def test_the_root_that_stays_is_the_transient_and_with_one_unit_non_root_is_fals
     )
     *_, root = facts(ODD_SHAPE, 16).units
     padded = sum(padded_rows(tensor.shape, 4) * 4 for tensor in root.tensors)
-    assert traced(GATHERED, 4, sync=non_root).bytes_of(State.TRANSIENT) == 4 * padded
+    assert traced_exact(GATHERED, 4, sync=non_root).bytes_of(State.TRANSIENT) == 4 * padded
     whole = {"unit": UnitSize(kind=UnitKind.MODEL)}
     only_root = make_facts(((5, 3), (2,)))
     spec = make_spec({SHARD: (2, GATHERED)}, model=BY_HAND, clip=None)
@@ -182,17 +182,17 @@ def test_masters_that_are_gathered_belong_to_the_optimizer():
 
 
 def test_gathering_ahead_costs_memory_and_moves_nothing_more():
-    ahead = [traced(GATHERED, prefetch=count) for count in (0, 1, 2)]
+    ahead = [traced_exact(GATHERED, prefetch=count) for count in (0, 1, 2)]
     assert ahead[0].traffic == ahead[1].traffic == ahead[2].traffic
     peaks = [peak(each, Phase.BACKWARD) for each in ahead]
     assert peaks == sorted(set(peaks))
 
 
 def test_without_overlap_nothing_is_gathered_ahead_and_no_buffer_outlives_its_gather():
-    awaited, own = traced(GATHERED, overlap=Overlap.NONE), traced(GATHERED)
+    awaited, own = traced_exact(GATHERED, overlap=Overlap.NONE), traced_exact(GATHERED)
     assert awaited.traffic == own.traffic
     assert peak(awaited, Phase.FORWARD) < peak(own, Phase.FORWARD)
-    assert peak(awaited, Phase.BACKWARD) == peak(traced(GATHERED, prefetch=0), Phase.BACKWARD)
+    assert peak(awaited, Phase.BACKWARD) == peak(traced_exact(GATHERED, prefetch=0), Phase.BACKWARD)
 
 
 def test_moments_in_another_dtype_are_cast_for_the_update_unit_by_unit():

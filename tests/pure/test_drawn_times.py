@@ -1,4 +1,4 @@
-"""Specs that were drawn from the whole grammar, with a clock beside them."""
+"""Random specs of the full grammar, predicted with a clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.spec.load import load
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 
 EVERY = 12  # of 300
 PACE = HandPace(operation=1e-12, byte=1e-9, sent=1e-7, copied=1e-9, element=1e-9, clipped=1e-9)
 
 
 @pytest.fixture(scope="module")
-def written(benchmark_module):
+def written_specs(benchmark_module):
     frozen = benchmark_module("snapshot").frozen()["drawn"]
     return [row["written"] for row in frozen.values()][::EVERY]
 
@@ -28,9 +28,9 @@ def bytes_of(estimate: Estimate) -> tuple[object, ...]:
     return [*estimate.memory], [*estimate.peak], estimate.traffic, estimate.accounts
 
 
-def test_a_clock_changes_no_byte_and_blocks_that_stand_for_others_take_their_time(written):
+def test_a_clock_changes_no_byte_and_counts_repeated_blocks(written_specs):
     timed = 0
-    for words in written:
+    for words in written_specs:
         spec = require_runnable(load(dict(words)))
         known = derive(spec)
         plan, facts = known.plan, known.facts

@@ -1,5 +1,5 @@
-"""What the plan of a spec with ep says: who has which experts, what travels, what is summed where,
-and why that is what one device computes."""
+"""The plan of a spec with ep: experts by rank, exchanges, reductions, and the reason for equality
+with one device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_layers_without_experts_have_none_to_give():
     )
 
 
-def test_a_line_for_each_rank_says_which_experts_it_has():
+def test_a_line_per_rank_lists_its_experts():
     assert lines(spec(3), "experts ") == [
         "experts  ep 0: 0-1 of 6",
         "experts  ep 1: 2-3 of 6",
@@ -94,7 +94,7 @@ def test_experts_are_summed_and_wrapped_over_the_other_axes(made, summed, wrappe
     assert line.startswith(f"wrapped  experts: {wrapped}")
 
 
-def test_without_ep_nothing_is_said_of_experts():
+def test_without_ep_the_plan_does_not_mention_experts():
     made = make_spec(SHARDS, model=SHAPE)
     assert not theorem_3_of_experts(made, plan_of(made))
     text = format_plan(made, plan_of(made))
@@ -115,7 +115,7 @@ def test_without_ep_nothing_is_said_of_experts():
     ],
     ids=["2", "3", "zero3", "hsdp", "tp"],
 )
-def test_the_conditions_of_theorem_3_hold_of_what_ep_does(made):
+def test_the_conditions_of_theorem_3_hold_for_ep(made):
     conditions = theorem_3_of_experts(made, plan_of(made))
     assert [condition.name for condition in conditions] == [
         "Theorem 3 of routed tokens",
@@ -125,8 +125,8 @@ def test_the_conditions_of_theorem_3_hold_of_what_ep_does(made):
     assert all(condition.holds for condition in conditions)
 
 
-def test_an_expert_that_is_summed_over_ep_fails_and_so_does_a_rest_that_is_not():
-    """Over ep other experts would be added; and what all ranks have would stay apart."""
+def test_reducing_experts_over_ep_or_not_reducing_the_rest_fails():
+    """Over ep different experts would be added, and replicated parameters would diverge."""
     made = spec(around=SHARDS, placement=GATHERED)
     plan = plan_of(made)
     nobody = plan.replace_steps(replace(plan.experts, modules=()))
@@ -135,7 +135,7 @@ def test_an_expert_that_is_summed_over_ep_fails_and_so_does_a_rest_that_is_not()
     assert [c.holds for c in theorem_3_of_experts(made, local)] == [True, True, False]
 
 
-def test_conditions_of_ep_stand_under_a_heading_of_their_own():
+def test_the_conditions_of_ep_have_a_heading():
     made = spec(around=SHARDS, placement=GATHERED, inside={Axis.TP: (3, tuple_of("S,S,S,R"))})
     assert [heading for heading, _ in explain_compositions(made, plan_of(made))] == [
         "why ep computes the same as a single device",

@@ -1,4 +1,4 @@
-"""Which shapes with experts can be built, and where experts run."""
+"""Legal shapes with experts, and the axes on which experts run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptrain.spec.placement import MODES, Axis, Placement, R, axes_named
 from ptrain.spec.routing import parse_histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of
 
 ADAMW, STATELESS = OptimizerSpec(name="adamw"), OptimizerSpec(name="sgd")
@@ -78,14 +78,14 @@ FOUR = replace(EVEN, experts=4)
          "5 experts per token, but 1 of 4 groups have only 2", "Use 3 or more."),
     ],
 )  # fmt: skip
-def test_experts_that_cannot_be_are_refused(changes, place, finding, remedy):
+def test_impossible_experts_are_rejected(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 
 
 @pytest.mark.parametrize("model", ["capacity", "balanced"])
 def test_routers_of_slices_of_the_tokens_are_legal(model):
-    assert spec_of(model, {"cp": "R,R,R,S"}).model == spec_of(model).model
+    assert expert_spec(model, {"cp": "R,R,R,S"}).model == expert_spec(model).model
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_token_is_multiplied_with_the_experts_it_goes_to():
 
 def test_muon_waits_for_matrices_that_share_a_tensor():
     with pytest.raises(SpecError) as refused:
-        spec_of("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
+        expert_spec("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
     fault = refused.value.faults[0]
     assert fault.place == "optimizer.name" and "muon for experts" in fault.finding
 
@@ -130,7 +130,7 @@ def test_a_tuple_is_legal_on_ep_where_it_is_on_a_data_axis_and_a_is_whole(optimi
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
-def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_one_is_its_own(optimizer):
+def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_tuple_is_its_nearest(optimizer):
     for placement in TUPLES:
         nearest = EXPERT.nearest_legal(placement, optimizer)
         assert not any(EXPERT.broken_rules(nearest, optimizer))
@@ -138,7 +138,7 @@ def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_one_is_its_own(optimizer):
 
 
 @pytest.mark.parametrize("rule", EXPERT.tuples, ids=lambda rule: rule.name)
-def test_every_rule_about_tuples_on_ep_refuses_some_tuple_alone(rule):
+def test_every_rule_about_tuples_on_ep_rejects_some_tuple_alone(rule):
     assert any(
         [*EXPERT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)
@@ -146,7 +146,7 @@ def test_every_rule_about_tuples_on_ep_refuses_some_tuple_alone(rule):
     )
 
 
-def test_what_is_refused_on_ep_names_its_theorem_and_the_nearest_as_a_file_has_it():
+def test_a_rejected_tuple_on_ep_names_its_theorem_and_the_nearest_tuple():
     for placement in TUPLES:
         spec = make_spec({Axis.EP: (2, placement)}, model=SHAPE, clip=None)
         faults = [fault for fault in check(spec) if fault.remedy.startswith("Use `placement.ep=")]
@@ -166,7 +166,7 @@ def test_the_nearest_tuple_is_written_as_an_override_takes_it():
 
 
 @pytest.mark.parametrize("kept", ["S", "S*", "M", "O"])
-def test_activations_on_ep_are_those_of_a_ranks_own_samples(kept):
+def test_activations_on_ep_belong_to_a_ranks_samples(kept):
     (fault,) = check(make_spec({Axis.EP: (2, tuple_of(f"R,R,R,{kept}"))}, model=SHAPE))
     assert fault.place == "placement.ep" and "Theorem 3" in fault.finding
     assert "at the top level, `activations=M`" in fault.finding
@@ -210,32 +210,32 @@ def test_ep_is_inside_the_axes_along_which_experts_are_summed(inner):
     ] == [(f"mesh.{inner}", f"Put {inner} before ep in `mesh` (outermost first).")]
 
 
-def of_transformers(tp: int = 1, **config: object) -> Spec:
-    """A model of transformers, on ep."""
+def transformers_spec(tp: int = 1, **config: object) -> Spec:
+    """Return a spec of a transformers model on ep."""
     model = HuggingFaceModel(hf="MixtralForCausalLM", config={"vocab_size": 259, **config})
     factors = {Axis.EP: (2, GATHERED), Axis.TP: (tp, tuple_of("S,S,S,R"))}
     return make_spec({axis: it for axis, it in factors.items() if it[0] > 1}, model=model)
 
 
-def test_experts_of_a_model_that_is_not_built_in_are_spread_but_not_beside_tp():
-    assert not (*check(of_transformers()), *find_unsupported(of_transformers()))
-    (fault,) = (*check(of_transformers(tp=2)), *find_unsupported(of_transformers(tp=2)))
+def test_experts_of_a_user_model_are_sharded_but_not_with_tp():
+    assert not (*check(transformers_spec()), *find_unsupported(transformers_spec()))
+    (fault,) = (*check(transformers_spec(tp=2)), *find_unsupported(transformers_spec(tp=2)))
     assert fault.place == "mesh.ep" and "for custom models" in fault.finding
 
 
 @pytest.mark.parametrize("written", ["eager", "batched_mm"])
 def test_experts_of_transformers_run_group_by_group_on_ep_and_no_other_way(written):
-    (fault,) = check(of_transformers(experts_implementation=written))
+    (fault,) = check(transformers_spec(experts_implementation=written))
     assert fault.place == "model.config.experts_implementation"
     assert f"got {written}" in fault.finding
-    assert not check(of_transformers(experts_implementation="grouped_mm"))
+    assert not check(transformers_spec(experts_implementation="grouped_mm"))
 
 
 LAYERS = ExpertLayers(modules=("h.0.mlp.experts",), number=6, chosen=2, features=8)
 
 
-def test_what_is_read_off_a_model_must_fit_the_spec():
-    spec = of_transformers()
+def test_the_inspected_model_must_match_the_spec():
+    spec = transformers_spec()
     step = experts_of(spec, (("h.0.mlp.experts",), ("h.0",), ("",)), LAYERS)
     assert step is not None and (step.number, step.chosen, step.features) == (6, 2, 8)
     assert step.modules == LAYERS.modules and step.places is None
@@ -251,7 +251,7 @@ def test_what_is_read_off_a_model_must_fit_the_spec():
 FOLDED = TensorSpec(experts=FOLDED_EXPERTS)
 
 
-def folded(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
+def folded_spec(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
     mesh = {Axis.EP: (ep, WHOLE), Axis.TP: (tp, tuple_of("S,S,S"))}
     return replace(make_spec(mesh, model=model, **sections), tensor=tensor)
 
@@ -267,16 +267,16 @@ def folded(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
     ],
 )
 def test_ranks_of_ep_and_a_folded_tp_have_as_many_experts(experts, ep, remedy):
-    (fault,) = check(folded(ep, model=replace(FOUR, experts=experts)))
+    (fault,) = check(folded_spec(ep, model=replace(FOUR, experts=experts)))
     assert (fault.place, fault.remedy) == ("mesh.ep", remedy)
     assert fault.finding == f"{ep} × 2 ranks do not divide {experts} experts"
 
 
-def test_experts_that_are_whole_have_any_width_and_shared_ones_are_cut():
+def test_full_experts_have_any_width_and_shared_ones_are_sharded():
     odd = replace(FOUR, expert_ffn=7)
-    assert not check(folded(model=odd))
-    (cut,) = check(folded(model=odd, tensor=TensorSpec()))
-    (shared,) = check(folded(model=replace(odd, shared_experts=1)))
+    assert not check(folded_spec(model=odd))
+    (cut,) = check(folded_spec(model=odd, tensor=TensorSpec()))
+    (shared,) = check(folded_spec(model=replace(odd, shared_experts=1)))
     assert cut == shared and cut.finding == "tp=2 does not divide expert_ffn: 7"
 
 
@@ -296,7 +296,7 @@ def test_experts_that_are_whole_have_any_width_and_shared_ones_are_cut():
          "Set `model.experts`, or use dp_shard instead of ep."),
     ],
 )  # fmt: skip
-def test_what_folds_needs_both_axes_and_experts(axes, model, place, finding, remedy):
+def test_folding_requires_both_axes_and_experts(axes, model, place, finding, remedy):
     tuples = {Axis.EP: "R,R,R", Axis.TP: "S,S,S"}
     spec = make_spec({axis: (2, tuple_of(tuples[axis])) for axis in axes}, model=model)
     spec = replace(spec, tensor=FOLDED)
@@ -306,21 +306,21 @@ def test_what_folds_needs_both_axes_and_experts(axes, model, place, finding, rem
 
 
 def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
-    (fault,) = check(folded(sequence=15))
+    (fault,) = check(folded_spec(sequence=15))
     assert fault.place == "batch.sequence"
     assert fault.finding.startswith("15 tokens per rank cannot be split evenly over the 2 tp ranks")
     naive = TensorSpec(experts=FOLDED_EXPERTS, plan=NAIVE)
-    (fault,) = (*check(folded(tensor=naive)), *find_unsupported(folded(tensor=naive)))
+    (fault,) = (*check(folded_spec(tensor=naive)), *find_unsupported(folded_spec(tensor=naive)))
     assert fault.place == "tensor.plan" and "not supported yet: naive" in fault.finding
 
 
-def test_a_group_of_both_axes_is_named_by_both_and_others_by_themselves():
+def test_a_group_of_both_axes_has_both_names():
     assert axes_named("ep_tp") == ("ep", "tp")
     assert axes_named("dp_shard") == ("dp_shard",) and axes_named("") == ("",)
 
 
 def test_a_folded_rank_routes_its_slice_among_the_ranks_of_both_axes():
-    spec = folded()
+    spec = folded_spec()
     assert spec.expert_axes == (Axis.EP, Axis.TP)
     assert spec.routed_tokens == spec.own_tokens // 2
     assert token_places(spec) == (0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""What a file may say of the tuples on ep: of the experts, and of all tensors but these."""
+"""The forms of tuples on ep in a file: for the experts, and for all other tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def faults(placement: object, *, mesh: Mapping[str, int] | None = None) -> list[
         ({"experts": EXPERTS, **ZERO3}, GATHERED),
     ],
 )
-def test_each_form_says_where_all_is_but_the_experts_who_are_placed_in_one_way(written, rest):
+def test_each_form_places_all_tensors_and_experts_in_one_way(written, rest):
     spec = document({"ep": written}).spec
     (factor,) = spec.factors
     assert (factor.axis, factor.degree, factor.placement) == (Axis.EP, 2, rest)
@@ -105,12 +105,12 @@ def test_a_tuple_of_all_but_the_experts_is_no_sweep_and_a_mode_of_it_is_one():
          "non-expert tensors.")),
     ],
 )  # fmt: skip
-def test_what_is_no_tuple_is_refused_by_one_message(placement, place, finding, remedy):
+def test_an_invalid_tuple_is_rejected_by_one_message(placement, place, finding, remedy):
     (fault,) = faults(placement)
     assert (fault.place, fault.finding, fault.remedy) == (place, finding, remedy)
 
 
-def test_ep_beside_a_strategy_of_another_axis_takes_one_message():
+def test_ep_with_a_strategy_of_another_axis_gives_one_message():
     (fault,) = faults("zero3", mesh={"dp_shard": 2, "ep": 2})
     assert fault.remedy == (
         "Use `mesh: {dp_shard: 2}`, or `placement: {dp_shard: zero3, ep: zero3}`."
@@ -119,7 +119,7 @@ def test_ep_beside_a_strategy_of_another_axis_takes_one_message():
     assert fault.remedy == "Use `mesh: {tp: 2}`, or one placement per axis."
 
 
-def test_modes_behind_a_comma_within_braces_are_no_keys(tmp_path):
+def test_modes_after_a_comma_within_braces_are_no_keys(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(
         "model: {preset: moe-tiny}\nmesh: {ep: 2}\nbatch: {sequence: 32}\n"
@@ -132,7 +132,7 @@ def test_modes_behind_a_comma_within_braces_are_no_keys(tmp_path):
     assert fault.remedy == "Use a list: `{rest: [S*, S, M, R]}`."
 
 
-def test_a_wrong_mode_is_pointed_at_wherever_it_stands(tmp_path):
+def test_a_wrong_mode_is_located_in_every_form(tmp_path):
     file = tmp_path / "spec.yaml"
     for tuples in ("{rest: %s}", "%s"):
         modes = "{parameters: S*, optimizer: Q, gradients: S, activations: R}"
@@ -169,7 +169,7 @@ def test_of_625_tuples_one_is_that_of_experts():
         ("S,S,S,R", "Definition 2", "tokens that were sent to the expert"),
     ],
 )
-def test_another_tuple_of_experts_is_refused_with_its_theorem_and_the_nearest(
+def test_another_tuple_of_experts_is_rejected_with_its_theorem_and_the_nearest(
     written, theorem, reason
 ):
     (fault,) = faults({"ep": {"experts": written, "rest": "ddp"}})

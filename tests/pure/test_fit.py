@@ -1,5 +1,5 @@
-"""Whether a prediction fits is said where a peak is known for the device that runs it, and else is
-unknown: with the reason, and with the command that tells."""
+"""`fits` is decided only if the peak for the executing device is known; otherwise it is unknown,
+with the reason and the command that measures it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fit_of(*overrides: str, name: str = "zero3") -> Fit:
     return fit(spec, derive(spec).exact)
 
 
-def limited(spec: Spec, memory: int) -> Spec:
+def with_device_memory(spec: Spec, memory: int) -> Spec:
     assert spec.cluster is not None
     return replace(spec, cluster=replace(spec.cluster, device_memory=memory))
 
@@ -45,20 +45,20 @@ def line_of(text: str, start: str) -> str:
 
 
 def command_in(text: str) -> list[str]:
-    """The words of the line that tells, as a shell takes them apart."""
+    """Return the arguments of the suggested command, split as a shell does."""
     (line,) = (line for line in text.splitlines() if line.startswith("Next: ptrain simulate "))
     assert f": {line.removeprefix('Next: ')}\n" in text, "below the answer, too"
     return shlex.split(line.removeprefix("Next: "))
 
 
-def test_without_a_peak_nobody_knows_whether_it_fits():
+def test_without_a_peak_the_fit_is_unknown():
     found = fit_of(*UNTOLD, "mesh.dp_shard=16", "batch.global=32", "cluster.preset=h100-64")
     assert found.fits is None and found.peak_bytes is None
     assert 0 < found.resident_bytes < found.device_memory
     assert found.why
 
 
-def test_what_is_resident_alone_above_the_memory_does_not_fit_without_a_peak_too():
+def test_resident_memory_above_the_capacity_does_not_fit_without_a_peak():
     found = fit_of(*UNTOLD, "cluster.preset=laptop")
     assert found.fits is False and found.peak_bytes is None
     assert found.short_bytes == found.resident_bytes - found.usable_memory > 0
@@ -74,18 +74,18 @@ def test_without_a_cluster_there_is_nothing_to_fit():
 
 
 @pytest.mark.parametrize("name", list_files("strategies", "node"))
-def test_what_is_resident_is_at_most_the_peak(name):
+def test_resident_memory_is_at_most_the_peak(name):
     spec = require_runnable(load(name))
     exact = derive(spec).exact
     peak = exact.peak_bytes()
-    if peak is None:  # what no table tells is traced, with torch
+    if peak is None:  # specs without a table are traced, with torch
         assert exact.undefined["peak"]
         return
     assert 0 < resident_bytes(exact) <= peak
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_with_dropout_a_cpus_kernels_do_not_say_what_a_gpu_holds(attention):
+def test_cpu_kernels_with_dropout_do_not_predict_a_gpu(attention):
     kept = f"attention={attention}"
     assert fit_of(*ON_A100, kept, "batch.micro=1").fits is True
     dropped = fit_of(*ON_A100, kept, "batch.micro=1", DROPS)
@@ -113,13 +113,13 @@ def test_with_dropout_a_cpus_kernels_do_not_say_what_a_gpu_holds(attention):
         ),
     ],
 )
-def test_the_spec_says_by_device_and_cluster_where_it_may_run(cluster, device, is_known):
+def test_the_spec_names_its_target_by_device_and_cluster(cluster, device, is_known):
     found = fit_of(*H100, "batch.micro=1", DROPS, cluster, device)
     assert (found.peak_bytes is not None) is is_known
 
 
 def test_with_dropout_states_that_are_too_large_for_a_gpu_do_not_fit():
-    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
+    spec = with_device_memory(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     exact = derive(spec).exact
     found = fit(spec, exact)
     assert found.fits is False
@@ -159,7 +159,7 @@ def test_on_a_gpu_the_peak_of_offloaded_activations_is_not_claimed(ptrain):
     assert json.loads(ptrain("predict", *on_cpu, "--json"))["unclaimed"] == {}
 
 
-def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
+def test_the_command_for_dropout_rehearses_on_a_gpu(ptrain):
     text = ptrain("predict", "zero3", *ON_A100, DROPS)
     assert line_of(text, "Unknown whether it fits: ")
     words = ["ptrain", "simulate", "zero3", *ON_A100, DROPS, "device=cuda", "--rehearse"]
@@ -169,7 +169,7 @@ def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
     assert said.count("device=cuda") == 1 and said[-1] == "--rehearse"
 
 
-def test_the_command_that_tells_has_the_words_that_were_typed(ptrain):
+def test_the_command_repeats_the_typed_arguments(ptrain):
     typed = ("zero3", *UNTOLD, "cluster.preset=h100-8")
     text = ptrain("predict", *typed)
     assert line_of(text, "  torch's flex_attention has no backward pass")
@@ -196,7 +196,7 @@ def test_a_record_passes_no_resident_sum_off_as_a_peak(ptrain):
     assert 0 < known["resident_bytes"] < known["peak_bytes"]
 
 
-def test_a_sweep_has_no_peak_where_none_is_predicted_and_says_why(ptrain):
+def test_a_sweep_has_no_peak_without_a_prediction_with_a_reason(ptrain):
     meshes = ("mesh.dp_shard=8,16", "batch.global=32")
     text = ptrain("predict", "zero3", *UNTOLD, *meshes, "cluster.preset=h100-64")
     titles, *rows = text.splitlines()[:3]
@@ -217,7 +217,7 @@ def test_a_comparison_has_no_peak_of_a_cpu_for_a_gpu(ptrain, tmp_path):
 
 
 def test_nothing_is_offered_on_a_peak_that_is_none():
-    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
+    spec = with_device_memory(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     assert find_changes(spec).variants == ()
     with pytest.raises(DoesNotFit, match="states alone are") as refused:
         require_fit(spec, derive(spec).exact)
@@ -225,7 +225,7 @@ def test_nothing_is_offered_on_a_peak_that_is_none():
     assert "closest" not in str(refused.value)
 
 
-def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
+def test_a_training_with_an_unknown_fit_is_accepted_with_a_note():
     spec = load("zero3", [*ON_A100, DROPS]).spec
     exact = derive(spec).exact
     require_fit(spec, exact)

@@ -1,4 +1,4 @@
-"""Files of other tools that are given as a spec: the message names the kind of file."""
+"""Files of other tools given as a spec: the message names the kind of file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.spec.load import load
 from tests.published import PUBLISHED
-from tests.pure.test_bad_input import refused
+from tests.pure.test_bad_input import message_for
 
 TITAN = """\
 [job]
@@ -45,10 +45,10 @@ num_processes: 8
         ("config.json", '{"model_type": "llama", "hidden_size": 32}', "the config.json", "config:"),
     ],
 )
-def test_a_file_of_another_tool_is_named_as_what_it_is(name, content, kind, remedy, tmp_path):
+def test_a_file_of_another_tool_is_identified(name, content, kind, remedy, tmp_path):
     file = tmp_path / name
     file.write_text(content)
-    (fault,) = refused(file).faults
+    (fault,) = message_for(file).faults
     assert kind in fault.finding and fault.finding.startswith("this is ")
     assert remedy in fault.remedy
     assert fault.source == str(file)
@@ -57,7 +57,7 @@ def test_a_file_of_another_tool_is_named_as_what_it_is(name, content, kind, reme
 def test_the_command_for_a_config_of_transformers_reads_it(tmp_path):
     file = tmp_path / "a config.json"
     file.write_text(json.dumps(PUBLISHED["llama"]))
-    (fault,) = refused(file).faults
+    (fault,) = message_for(file).faults
     command = shlex.split(fault.remedy.removeprefix("Use `").removesuffix("`."))
     assert command[:3] == ["ptrain", "predict", "zero3"]
     assert load(command[2], command[3:]).spec.model.hf == "LlamaForCausalLM"
@@ -71,4 +71,4 @@ def test_a_spec_in_json_stays_a_spec(tmp_path):
     file.write_text(
         json.dumps(spec | {"bf16": True, "gradient_clipping": 1.0, "placement": "zero3"})
     )
-    assert [fault.place for fault in refused(file).faults] == ["bf16", "gradient_clipping"]
+    assert [fault.place for fault in message_for(file).faults] == ["bf16", "gradient_clipping"]

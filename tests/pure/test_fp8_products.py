@@ -1,4 +1,4 @@
-"""Products with fp8 factors: the step of the plan, what is rejected with a fix, time on GPUs."""
+"""Products with fp8 factors: the step of the plan, rejections with a fix, time on GPUs."""
 
 from __future__ import annotations
 

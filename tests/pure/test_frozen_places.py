@@ -1,5 +1,5 @@
-"""Frozen parameters in a place of their own: what `frozen` takes, what executes it, and what the
-paper's theorems say of it."""
+"""A separate placement for frozen parameters: values of `frozen`, the wrappers that execute it, and
+the paper's theorems."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def facts(frozen: int = 96, trained: int = 8) -> ModelFacts:
     )
 
 
-def test_one_mode_is_that_of_all_data_axes_and_a_spec_that_ran_says_it_again() -> None:
+def test_one_mode_applies_to_all_data_axes_and_survives_resolution() -> None:
     spec = spec_of("hsdp", "frozen=R")
     assert spec.frozen.modes_by_axis() == {Axis.DP_REPLICATE: R, Axis.DP_SHARD: R}
     assert spec.resolved["frozen"] == {"dp_replicate": "R", "dp_shard": "R"}
@@ -55,7 +55,7 @@ def test_one_mode_is_that_of_all_data_axes_and_a_spec_that_ran_says_it_again() -
     assert "frozen" not in spec_of("hsdp").resolved
 
 
-def test_o_is_where_the_offload_says() -> None:
+def test_o_is_on_the_tier_of_the_offload() -> None:
     assert spec_of("ddp", "frozen=O").frozen.dp_replicate == OFFLOADED
     in_files = spec_of("ddp", "frozen=O", "offload={tier: file, path: /x}").frozen.dp_replicate
     assert in_files == Mode(OFFLOADED.distribution, Tier.FILE)
@@ -76,12 +76,12 @@ def test_o_is_where_the_offload_says() -> None:
         (["frozen.dp=R"], "frozen.dp: unknown key"),
     ],
 )
-def test_a_mode_that_is_none_of_theta_is_refused_in_one_message(words, said) -> None:
+def test_a_mode_that_is_none_of_theta_is_rejected_in_one_message(words, said) -> None:
     (fault,) = faults_of(*words)
     assert re.match(said, fault), fault
 
 
-def test_a_place_on_an_axis_that_the_mesh_has_not_is_refused() -> None:
+def test_a_place_on_an_axis_that_the_mesh_has_not_is_rejected() -> None:
     (fault,) = check(spec_of("zero3", "frozen.dp_replicate=R"))
     assert (
         fault.place == "frozen.dp_replicate"
@@ -112,7 +112,7 @@ def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
     assert "frozen S*@host on dp_replicate" in axes_text(spec)
 
 
-def test_without_a_place_what_others_are_made_of_masters_is_as_the_masters() -> None:
+def test_without_frozen_the_frozen_parameters_follow_the_master_copies() -> None:
     (factor,) = frozen_factors(spec_of("fsdp-mixed"))
     assert factor.placement.parameters == S_STAR
     wrap = lower(
@@ -130,7 +130,7 @@ def bytes_of(spec: Spec) -> dict[State, tuple[int, int]]:
     return {row.state: (row.device_bytes, row.host_bytes) for row in rows}
 
 
-def test_theorem_1_counts_what_is_frozen_where_it_is() -> None:
+def test_theorem_1_counts_frozen_parameters_by_their_placement() -> None:
     sharded, whole, on_host = (
         bytes_of(spec_of("zero3", *w)) for w in ([], ["frozen=R"], ["frozen=O"])
     )
@@ -145,7 +145,7 @@ def test_theorem_1_counts_what_is_frozen_where_it_is() -> None:
     assert whole[State.TRANSIENT] == (8 * 4, 0)
 
 
-def test_theorem_2_gathers_what_is_not_whole() -> None:
+def test_theorem_2_gathers_sharded_frozen_parameters() -> None:
     spec = spec_of("ddp", "frozen=S*")
     rows = {
         (row.key.collective.value, row.key.phase.value): row.payload_bytes

@@ -1,4 +1,4 @@
-"""What the page of the gate says, of lines as the gate prints them."""
+"""The page of the gate, made from lines in the gate's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ptrain help`: the topics, a section as text, and what a wheel carries of the pages."""
+"""`ptrain help`: topics, sections as text, and the pages in a wheel."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_word_that_one_section_mentions_prints_it(capsys):
     assert capsys.readouterr().out.startswith("Out of memory\n\n  ptrain predict SPEC\n")
 
 
-def test_a_key_is_followed_by_the_sections_whose_titles_mention_it(capsys):
+def test_a_key_is_followed_by_the_sections_that_mention_it_in_their_title(capsys):
     assert main(["help", "checkpoint"]) == 0
     text = capsys.readouterr().out
     assert text.index("checkpoint.every") < text.index("\n  checkpoints ")
@@ -222,7 +222,7 @@ def test_a_narrow_table_wraps_its_cells_and_cuts_no_word_short():
     assert [line.split() for line in lines[-2:]] == [["optimizer.lr", "one", "two"], ["three"]]
 
 
-def test_a_table_whose_longest_words_are_too_wide_is_a_paragraph_a_row():
+def test_a_table_that_is_too_wide_becomes_one_paragraph_per_row():
     table = "| key | values | default |\n|---|---|---|\n| `x` | one two | – |\n| `y` | 3 | 4 |\n"
     assert as_text(table, 16) == "x\n  values: one\n  two\ny\n  values: 3\n  default: 4"
 
@@ -242,6 +242,6 @@ def test_a_terminal_gets_colours_unless_no_color_forbids_them(monkeypatch):
     assert not coloured.search(as_text("a `key`", 80))
 
 
-def test_an_anchor_is_what_a_forge_makes_of_a_title():
+def test_an_anchor_equals_the_anchor_of_a_forge():
     assert heading_anchor("Who can connect?") == "who-can-connect"
     assert heading_anchor("A `x.y` of Θ, Ω") == "a-xy-of-θ-ω"

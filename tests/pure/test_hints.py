@@ -1,4 +1,4 @@
-"""What a fault guesses at: only words that are near to what was written."""
+"""Suggestions for misspelled words: only words close to the input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_spec_far_from_all_others_is_not_guessed_at():
         ("cluster.inter_node_latncy=1e-5", "inter_node_latency"),
     ],
 )
-def test_a_near_word_is_asked_for(override, meant):
+def test_a_close_word_is_suggested(override, meant):
     assert f"Did you mean '{meant}'?" in message(override)
 
 
@@ -83,13 +83,13 @@ def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_pat
     assert fault.text[fault.column - 1 :].startswith(first)
 
 
-def test_an_option_that_another_makes_void_is_refused():
+def test_an_option_that_another_makes_void_is_rejected():
     said = message("model.preset=gpt-tiny", "model.rope_base=5")
     assert "model.rope_base: positions: learned has no rotary embeddings" in said
     assert "set `model.positions=rope`" in said
 
 
-def test_what_a_shape_has_is_taken():
+def test_existing_shape_fields_are_accepted():
     assert load("zero3", ["model.dropout=0.5"]).spec.model.dropout == 0.5
     assert load("zero3", ["model.dropout=0"]).spec.model.dropout == 0
     assert load("zero3", ["model.preset=gpt-tiny", "model.dropout=0.5"]).spec.model.dropout == 0.5
@@ -201,7 +201,7 @@ train_micro_batch_size_per_gpu=4 -> batch.micro=4
 
 
 @pytest.mark.parametrize("row", FOREIGN.strip().splitlines())
-def test_a_key_of_another_tool_is_answered_with_the_key_that_stands_for_it(row):
+def test_a_key_of_another_tool_is_answered_with_the_equivalent_key(row):
     written, _, meant = row.partition(" -> ")
     remedy = message(written).partition("remedy: ")[2]
     assert remedy.startswith((f"Use `{meant}`.", f"Did you mean '{meant}")), remedy
@@ -245,7 +245,7 @@ def answers() -> list[str]:
 
 
 @pytest.mark.parametrize("answer", answers())
-def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
+def test_each_answer_is_a_key_with_a_legal_value_or_a_sentence(answer):
     match = check._ANSWER.fullmatch(answer)
     if not match:
         assert answer.startswith(("Remove it", "Set it")) and answer.endswith(".")
@@ -260,7 +260,7 @@ def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
         return  # STEPS, FOLDER: the reader's own
     try:
         load("zero3", [f"{key}={value}"])
-    except SpecError as error:  # a legal value that needs others beside it
+    except SpecError as error:  # a legal value that requires other keys
         said = str(error)
         assert "unknown key" not in said and "no strategy" not in said
         assert f"error: {key}: must be" not in said

@@ -1,5 +1,5 @@
-"""What the host takes around the operators of a step, of the models of `test_clock`: an operator of
-each block, and of both ends, in each pass."""
+"""Host time per operator in a step, for the models of `test_clock` with one operator per block and
+pass."""
 
 from __future__ import annotations
 
@@ -14,31 +14,43 @@ from ptrain.spec.cluster import Hook
 from ptrain.spec.load import load
 from ptrain.spec.spec import ActivationSpec
 from tests.pure.build import ZERO_2
-from tests.pure.paces import HandPace
-from tests.pure.test_clock import BEHIND, BLOCKS, COMPUTED, FORWARD, FRONT, spec, step, unit_seconds
+from tests.pure.hand_made_paces import HandPace
+from tests.pure.test_clock import (
+    BEHIND,
+    BLOCKS,
+    COMPUTED,
+    FORWARD,
+    FRONT,
+    spec,
+    step_time,
+    unit_seconds,
+)
 
 
-def test_what_the_host_takes_around_operators_is_computed_on_its_own_cores_and_hidden_on_a_gpu():
+def test_host_time_is_added_on_cpus_and_overlapped_on_gpus():
     hooks = {Hook.FORWARD_OPERATOR: 3.0, Hook.BACKWARD_OPERATOR: 5.0}
     passes = BLOCKS + 2
     more = HandPace(overlaps=False, hooks=hooks)
-    without = step(spec(), replace(more, hooks={}))
-    assert step(spec(), more).seconds - without.seconds == passes * (3 + 5)
-    assert step(spec(), replace(more, overlaps=True)).seconds == step(spec(), HandPace()).seconds
+    without = step_time(spec(), replace(more, hooks={}))
+    assert step_time(spec(), more).seconds - without.seconds == passes * (3 + 5)
+    assert (
+        step_time(spec(), replace(more, overlaps=True)).seconds
+        == step_time(spec(), HandPace()).seconds
+    )
 
 
-def test_the_host_takes_longer_around_operators_of_layers_that_are_kept_otherwise():
+def test_recomputed_layers_take_more_host_time():
     hooks = {Hook.FORWARD_OPERATOR: 3.0, Hook.BACKWARD_OPERATOR: 5.0, Hook.SELECTED_OPERATOR: 11.0}
     pace = HandPace(overlaps=False, hooks=hooks)
     selected = spec(activations=ActivationSpec(default=ActivationMode(policy=SELECTIVE)))
     ends = 2 * (3 + 5)
-    assert step(selected, pace).seconds == COMPUTED + BLOCKS * 2 * 11 + ends
+    assert step_time(selected, pace).seconds == COMPUTED + BLOCKS * 2 * 11 + ends
 
 
 def test_a_device_waits_for_its_host_where_that_takes_longer_for_the_whole_step():
     """Forward is issued in 6 x 20 s and computed in 48; backward in 6 x 5, and computed in 96."""
     hooks = {Hook.FORWARD_OPERATOR: 20.0, Hook.BACKWARD_OPERATOR: 5.0}
-    time = step(spec(), HandPace(hooks=hooks))
+    time = step_time(spec(), HandPace(hooks=hooks))
     passes = BLOCKS + 2
     assert time.seconds == pytest.approx(passes * 25)
     forward = BLOCKS * FORWARD + FRONT[0] + BEHIND[0]
@@ -53,21 +65,23 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_the_whole_step(
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_host_is_behind_by_as_much_in_each_micro_batch(number):
+def test_the_host_lags_equally_in_each_micro_batch(number):
     hooks = {Hook.FORWARD_OPERATOR: 30.0, Hook.BACKWARD_OPERATOR: 5.0}
-    time = step(spec(accumulate=number), HandPace(hooks=hooks))
+    time = step_time(spec(accumulate=number), HandPace(hooks=hooks))
     assert time.seconds == pytest.approx(number * (BLOCKS + 2) * 35)
 
 
-def test_while_a_device_waits_for_others_its_host_issues_what_follows():
-    """What is sent is exposed by more than what the host takes longer than the operators do."""
+def test_the_host_issues_further_work_while_the_device_waits_for_others():
+    """Exposed traffic exceeds the host's extra time."""
     network = unit_seconds(1000)
     hooks = {Hook.FORWARD_OPERATOR: 30.0, Hook.BACKWARD_OPERATOR: 5.0}
-    times = [step(spec(ZERO_2), replace(network, hooks=known)).seconds for known in ({}, hooks)]
+    times = [
+        step_time(spec(ZERO_2), replace(network, hooks=known)).seconds for known in ({}, hooks)
+    ]
     assert times[0] == times[1] > (BLOCKS + 2) * 35
 
 
-def test_rates_of_gpus_that_say_nothing_of_their_host_are_said_not_to():
+def test_gpu_rates_without_host_times_are_reported():
     words = ["mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={micro: 1, sequence: 64}"]
     rows = "[[forward_operator, 1.0e-4], [backward_operator, 1.0e-4]]"
     hooks = "cluster.rates={{preset: h100, hooks: {}}}"

@@ -1,4 +1,5 @@
-"""What is counted of the sources: rooms, what they import, who names an axis or a wrap's kind."""
+"""The counts of benchmarks/house.py: packages, their imports, and files that name an axis or a
+wrapper kind."""
 
 from __future__ import annotations
 
@@ -48,11 +49,11 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def house(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+def house_counts(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_module("house")
 
 
-def test_a_room_is_a_package_without_those_below_it(root):
+def test_a_package_excludes_its_subpackages(root):
     tree = SourceTree(root)
     assert {room: len(modules) for room, modules in tree.rooms.items()} == {
         "axes": 1, "axes/data": 2, "axes/data/run": 2, "base": 2, "plan": 2
@@ -61,17 +62,17 @@ def test_a_room_is_a_package_without_those_below_it(root):
     assert tree.room_of("ptrain.axes.data.run.flat") == "axes/data/run"
 
 
-def test_rooms_that_import_each_other_are_one_pair_and_one_way_is_none(root):
+def test_packages_that_import_each_other_count_as_one_pair(root):
     assert SourceTree(root).mutual_imports() == {("axes/data", "plan")}
 
 
-def test_a_class_name_stands_twice_by_its_modules(root):
+def test_a_repeated_class_name_is_listed_with_its_modules(root):
     classes = SourceTree(root).repeated_classes()
     assert classes == {"Stage": ["ptrain.axes.data.form", "ptrain.errors"]}
 
 
-def test_files_that_name_an_axis_stand_outside_its_room(house, root):
-    files = house.House(root).axis_files
+def test_files_outside_an_axis_package_that_name_it_are_listed(house_counts, root):
+    files = house_counts.House(root).axis_files
     assert files["data"] == ["ptrain/plan/lower.py"]  # its import; the torch half is at home
     assert files["tensor"] == ["ptrain/plan/lower.py", "ptrain/report.py"]
     assert files["pipeline"] == []
@@ -93,16 +94,19 @@ def test_files_that_name_an_axis_stand_outside_its_room(house, root):
         ("REDUCED_AXES", "data", True),
     ],
 )
-def test_an_axis_is_named_by_member_part_import_or_key(house, text, axis, names):
-    assert any(house.names_axis(node, axis) for node in ast.walk(ast.parse(text))) is names
+def test_an_axis_is_named_by_member_part_import_or_key(house_counts, text, axis, names):
+    assert any(house_counts.names_axis(node, axis) for node in ast.walk(ast.parse(text))) is names
 
 
-def test_a_place_that_asks_for_a_kind_counts_once_and_not_at_home(house, root):
-    assert house.House(root).wrap_places() == [("ptrain/report.py", 2), ("ptrain/report.py", 6)]
+def test_a_check_of_a_kind_counts_once_and_not_in_its_package(house_counts, root):
+    assert house_counts.House(root).wrap_places() == [
+        ("ptrain/report.py", 2),
+        ("ptrain/report.py", 6),
+    ]
 
 
-def test_a_tier_a_table_and_lines_are_counted(house, root):
-    rows = {row.measure: row.value for row in house.House(root).rows()}
+def test_a_tier_a_table_and_lines_are_counted(house_counts, root):
+    rows = {row.measure: row.value for row in house_counts.House(root).rows()}
     assert rows["files that name a tier"] == "1"
     assert rows["files that name a mode"] == "0"
     assert (rows["tables: files"], rows["tables: bytes"]) == ("1", "2")
@@ -111,13 +115,13 @@ def test_a_tier_a_table_and_lines_are_counted(house, root):
     assert rows["lines of ptrain/"] == str(sum(text.count("\n") for text in FILES.values()))
 
 
-def test_two_commits_stand_side_by_side(house, root, tmp_path):
+def test_two_commits_are_adjacent_columns(house_counts, root, tmp_path):
     git = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x@x.invalid"]
     for command in (["init", "-q"], ["add", "ptrain"], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *command], check=True)
     (root / "ptrain/axes/data/form.py").write_text("", encoding="utf-8")
-    before = house.unpacked("HEAD", tmp_path / "before", root)
-    rows = list(house.table({"before": before, "after": house.House(root)}))
+    before = house_counts.unpacked("HEAD", tmp_path / "before", root)
+    rows = list(house_counts.table({"before": before, "after": house_counts.House(root)}))
     assert "| pairs of rooms that import each other | 1 | 0 | 0 |" in rows
     assert "| class names that stand twice | 1 | 0 | ≤ 15 |" in rows
     assert "| lines of axes/data | 7 | 0 | |" in rows

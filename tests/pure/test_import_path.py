@@ -1,4 +1,4 @@
-"""Where a process of ptrain imports from: what is installed, and nothing of the current folder."""
+"""The import path of ptrain's processes: installed modules, and nothing from the current folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def here(tmp_path, monkeypatch):
     return str(tmp_path.resolve())
 
 
-def left(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
-    """What a path of these folders becomes."""
+def import_path_of(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
+    """Return the import path made from these folders."""
     monkeypatch.setattr(sys, "path", [*folders])
     leave_current_folder()
     return sys.path
@@ -47,35 +47,35 @@ def test_no_file_of_the_current_folder_runs_in_place_of_an_installed_module(tmp_
 
 
 def test_the_folder_that_python_puts_first_is_left(here, monkeypatch):
-    assert left(monkeypatch, here, "/a", INSTALLED) == ["/a", INSTALLED]
-    assert left(monkeypatch, "", "/a") == ["/a"]
-    assert left(monkeypatch, "/bin", "/a") == ["/bin", "/a"], "a script's folder is another matter"
+    assert import_path_of(monkeypatch, here, "/a", INSTALLED) == ["/a", INSTALLED]
+    assert import_path_of(monkeypatch, "", "/a") == ["/a"]
+    assert import_path_of(monkeypatch, "/bin", "/a") == ["/bin", "/a"], (
+        "a script's folder is another matter"
+    )
 
 
 def test_the_current_folder_stays_where_PYTHONPATH_names_it(here, monkeypatch):
     for named in (here, ".", f":{here}"):
         monkeypatch.setenv("PYTHONPATH", named)
-        assert left(monkeypatch, here, here, "/a") == [here, "/a"]
+        assert import_path_of(monkeypatch, here, here, "/a") == [here, "/a"]
 
 
 def test_an_empty_segment_of_PYTHONPATH_names_nothing(here, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":/b")
-    assert left(monkeypatch, here, here, "/b") == ["/b"]
+    assert import_path_of(monkeypatch, here, here, "/b") == ["/b"]
 
 
-def test_a_checkout_comes_after_what_is_installed_even_if_only_the_current_folder_has_it(
-    here, monkeypatch
-):
+def test_an_editable_checkout_comes_after_installed_modules(here, monkeypatch):
     monkeypatch.setattr(import_path, "own_root", lambda: here)
-    assert left(monkeypatch, here, "/a") == ["/a", here]
-    assert left(monkeypatch, here, INSTALLED, "/b") == [INSTALLED, here, "/b"]
+    assert import_path_of(monkeypatch, here, "/a") == ["/a", here]
+    assert import_path_of(monkeypatch, here, INSTALLED, "/b") == [INSTALLED, here, "/b"]
     monkeypatch.setenv("PYTHONPATH", here)
-    assert left(monkeypatch, here, here, INSTALLED) == [INSTALLED, here]
+    assert import_path_of(monkeypatch, here, here, INSTALLED) == [INSTALLED, here]
 
 
 def test_a_current_folder_that_is_gone_is_no_obstacle(here, monkeypatch):
     os.rmdir(here)
-    assert left(monkeypatch, "", "/a") == ["/a"]
+    assert import_path_of(monkeypatch, "", "/a") == ["/a"]
 
 
 def test_ranks_get_no_empty_segment(monkeypatch):

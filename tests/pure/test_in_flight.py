@@ -1,5 +1,5 @@
-"""What micro-batches in flight leave on every rank of a pipeline, and the peaks: what comes back,
-and sends that outlive what they send."""
+"""The effects of micro-batches in flight on every rank of a pipeline: peaks, offloaded activations,
+and pending sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
-from tests.pure.piped import FULLY, SHAPE, every_model, legal
+from tests.pure.pipeline_specs import FULLY, SHAPE, every_model, legal
 from tests.pure.work import calls_of
 
 every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
@@ -93,8 +93,8 @@ def test_of_one_micro_batch_gpipe_is_naive():
 
 @pytest.mark.parametrize("data", ["R,R,R,R", "R,S,R,R", "R,S,S,R", FULLY])
 @pytest.mark.parametrize("name", ScheduleName)
-def test_what_a_pass_is_known_to_do_is_what_it_does(name, data):
-    """A pass that finds its wrap as an equal one did is not played again."""
+def test_a_repeated_pass_equals_its_replay(name, data):
+    """A pass that starts from the state of an equal one is not replayed again."""
     placement = {"pp": "S,S,S,R", "dp_shard": data}
     if data == "R,R,R,R":
         placement = {"pp": "S,S,S,R", "dp_replicate": data}

@@ -1,5 +1,5 @@
-"""A torch that ptrain does not run with is refused at the start, by its version and without its
-import; what needs no torch goes on."""
+"""An unsupported torch is rejected at the start by its version, without importing it; commands
+without torch work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VERBS = (  # what starts ranks, or reads a model
 
 
 def with_torch(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if torch were installed in this version; None: not at all."""
+    """Temporarily pretend that torch has this version; None for not installed."""
     monkeypatch.setattr(installed, "torch_version", lambda: version or "")
     monkeypatch.setattr(installed, "find_spec", lambda _name: version)
 
@@ -69,12 +69,12 @@ def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
 
 
 def dependency(name: str, requirements: list[str]) -> list[str]:
-    """The versions that these requirements ask of a package."""
+    """Return the versions that these requirements allow for a package."""
     found = (re.fullmatch(r"([\w.-]+)(.*)", each.replace(" ", "")) for each in requirements)
     return [match[2] for match in found if match and match[1] == name]
 
 
-def test_the_range_of_torch_stands_once():
+def test_the_range_of_torch_is_declared_once():
     assert dependency("torch", PROJECT["dependencies"]) == [TORCH_RANGE]
     assert f"`{TORCH_RANGE}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -91,7 +91,7 @@ def test_every_version_of_the_range_is_tested():
 
 
 @pytest.mark.parametrize("version", TESTED_TORCH)
-def test_what_is_tested_is_within_the_range(version):
+def test_the_tested_versions_are_within_the_range(version):
     assert runs_with(f"{version}.0+cpu")
 
 
@@ -105,12 +105,12 @@ def test_what_is_tested_is_within_the_range(version):
         *("2.17.0+cpu", "2.110.0", "3.0"),
     ],
 )
-def test_a_version_is_within_the_range_where_pip_says_so(version):
+def test_a_version_is_within_the_range_if_pip_agrees(version):
     assert runs_with(version) is SpecifierSet(TORCH_RANGE).contains(version, prereleases=True)
 
 
 @pytest.mark.parametrize("version", ["2.16.0", UNSUPPORTED, "2.16.0a0+git", "2.10.1", "a branch"])
-def test_another_torch_is_refused_with_the_range_and_the_pip_line(version, monkeypatch):
+def test_another_torch_is_rejected_with_the_range_and_the_pip_line(version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError) as caught:
         require_torch()
@@ -126,13 +126,13 @@ def test_without_torch_the_message_has_the_same_pip_line(monkeypatch):
     assert caught.value.faults == (Fault(place="torch", finding=finding, remedy=REMEDY),)
 
 
-def test_a_torch_that_says_no_version_is_taken_as_it_is(monkeypatch):
+def test_a_torch_without_a_version_is_accepted(monkeypatch):
     with_torch(None, monkeypatch)
     monkeypatch.setattr(installed, "find_spec", lambda _name: "built from source")
     require_torch()
 
 
-def test_a_torch_within_the_range_is_not_refused(monkeypatch):
+def test_a_torch_within_the_range_is_not_rejected(monkeypatch):
     with_torch("2.12.0+cu126", monkeypatch)
     require_torch()
 
@@ -141,14 +141,15 @@ def test_a_torch_within_the_range_is_not_refused(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["interpret", "measure", "read_facts", "share_of", "verify", "Job", "Terms"]
 )
-def test_a_name_of_the_package_that_needs_torch_is_refused(name, version, monkeypatch):
+def test_a_name_of_the_package_that_needs_torch_is_rejected(name, version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError, match=f"remedy: {re.escape(REMEDY)}"):
         getattr(ptrain, name)
 
 
 @pytest.mark.parametrize(
-    "start", [lambda: ptrain.run("zero3"), lambda: on_ranks(test_the_range_of_torch_stands_once)]
+    "start",
+    [lambda: ptrain.run("zero3"), lambda: on_ranks(test_the_range_of_torch_is_declared_once)],
 )
 def test_ranks_of_a_script_are_not_started_with_another_torch(start, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -158,7 +159,7 @@ def test_ranks_of_a_script_are_not_started_with_another_torch(start, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_training_is_refused_before_its_spec_is_looked_at(monkeypatch):
+def test_a_training_is_rejected_before_its_spec_is_looked_at(monkeypatch):
     with_torch(UNSUPPORTED, monkeypatch)
     with pytest.raises(SpecError, match=re.escape(REMEDY)):
         load_checked(Options(spec="no-such-spec"))
@@ -172,7 +173,7 @@ def test_a_verb_that_needs_torch_ends_with_2_and_the_message(words, monkeypatch,
 
 
 @pytest.mark.parametrize("module", ["ptrain", "ptrain.train", "ptrain.verification"])
-def test_a_process_says_it_once_instead_of_a_traceback_and_leaves_nothing(module, tmp_path):
+def test_a_process_reports_it_once_without_a_traceback_or_files(module, tmp_path):
     verb = ["train"] if module == "ptrain" else []
     ended = python(["-m", module, *verb, "zero3"], tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", MESSAGE)
@@ -194,7 +195,7 @@ def test_of_the_ranks_of_a_launcher_the_first_one_speaks(rank, monkeypatch, caps
 
 
 @pytest.mark.parametrize("version", [UNSUPPORTED, None])
-def test_what_needs_no_torch_takes_no_notice(version, monkeypatch, capsys):
+def test_commands_without_torch_are_not_affected(version, monkeypatch, capsys):
     with_torch(version, monkeypatch)
     for words in (["predict", "zero3"], ["plan", "hsdp"], ["specs"], ["schema"]):
         assert main(words) == 0

@@ -1,5 +1,5 @@
-"""The instructions of every schedule: nothing is sent, received or let go of but what crosses
-between ranks, once; no backend makes two ranks wait for each other; and no wait costs time."""
+"""The instructions of every schedule: each boundary tensor is sent, received and released once, no
+backend deadlocks, and no wait adds time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def of_kind(instructions: Sequence[Instruction], kind: type) -> list[Message]:
 
 
 @every_size
-def test_a_rank_computes_its_order_and_moves_what_crosses_once(name, size):
+def test_a_rank_executes_its_order_and_moves_each_boundary_tensor_once(name, size):
     made = make_schedule(name, size)
     calls = Counter(
         (row.rank, row.phase, row.collective)
@@ -81,7 +81,7 @@ def test_a_rank_computes_its_order_and_moves_what_crosses_once(name, size):
 
 
 @every_size
-def test_a_pass_has_received_what_it_takes_and_nothing_is_sent_before_it_is_made(name, size):
+def test_a_pass_has_received_its_inputs_and_sends_follow_their_passes(name, size):
     made = make_schedule(name, size)
     for rank, instructions in enumerate(training_instructions(made)):
         there: set[Message] = set()  # received, or made on the rank
@@ -104,8 +104,8 @@ def test_a_pass_has_received_what_it_takes_and_nothing_is_sent_before_it_is_made
 
 
 def ends_in_rendezvous(lists: Lists, rank_of: Sequence[int]) -> bool:
-    """Whether all ranks get to their ends if a send and its receive are one moment, and nobody goes
-    on before it: as strict as a backend can be, so `Release` never waits."""
+    """Return True if all ranks finish with synchronous sends and receives, the strictest backend;
+    `Release` then never waits."""
     at = [0] * len(lists)
 
     def head(rank: int) -> Instruction | None:
@@ -158,7 +158,7 @@ def test_a_receive_in_another_order_than_its_send_would_not_end():
     assert not ends_in_rendezvous((first, second), made.rank_of)
 
 
-# -------- what is held
+# -------- memory
 
 
 @every_size
@@ -177,7 +177,7 @@ def test_of_gradients_that_were_sent_a_rank_holds_one_for_each_peer(name, size):
 
 
 @every_size
-def test_an_output_is_let_go_of_before_its_own_backward_pass(name, size):
+def test_an_output_is_released_before_its_backward_pass(name, size):
     made = make_schedule(name, size)
     for instructions in training_instructions(made):
         sent: set[Message] = set()
@@ -192,8 +192,8 @@ def test_an_output_is_let_go_of_before_its_own_backward_pass(name, size):
 
 
 def makespan(lists: Lists, made: Schedule) -> float:
-    """Of ranks that do one instruction after the other: a message is there when both of its ends
-    are posted, a pass waits for what it takes, and a release for its send."""
+    """Return the total time of ranks that execute instructions in order: a message arrives once
+    both ends are posted, a pass waits for its inputs, and a release for its send."""
     at, clock = [0] * len(lists), [0.0] * len(lists)
     posted: defaultdict[Message, list[float]] = defaultdict(list)
     has_moved = True

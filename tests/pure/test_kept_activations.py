@@ -1,4 +1,4 @@
-"""Activations in every mode, predicted: what is saved, moved, sent again and computed again."""
+"""Activations in every mode, predicted: saved, moved, communicated again and recomputed."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def activations(family: str = "llama", **more: object) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_a_recomputed_block_keeps_its_input_and_nothing_else(family):
+def test_a_recomputed_block_saves_only_its_input(family):
     nothing = activations(family, activations="M", model=shape(family, layers=1))
     several = activations(family, activations="M")
     assert several - nothing == (LAYERS - 1) * HIDDEN
 
 
 @pytest.mark.parametrize(("kept", "peak"), [("O", 225_988), ("R@file", 225_988)])
-def test_what_is_off_the_device_on_a_stage_comes_back_beside_the_gradient_of_its_output(kept, peak):
+def test_offloaded_activations_of_a_stage_return_with_its_output_gradient(kept, peak):
     """The schedule holds that gradient until the backward pass is over. As simulated."""
     fields = {"layers": 3, "hidden": 32, "ffn": 48, "vocab": 261}
     staged = exact(
@@ -111,7 +111,7 @@ def host_bytes(estimate: Estimate) -> int:
     return max(row.host_bytes for row in estimate.memory if row.state is State.ACTIVATIONS)
 
 
-def test_what_goes_off_the_device_comes_back_once_in_each_micro_batch():
+def test_offloaded_activations_return_once_per_micro_batch():
     estimate = exact(activations="O")
     rows = {row.key.collective: row for row in estimate.traffic if row.key.collective.is_copy}
     out, back = rows[Collective.DEVICE_TO_HOST], rows[Collective.HOST_TO_DEVICE]
@@ -125,11 +125,11 @@ def test_what_goes_off_the_device_comes_back_once_in_each_micro_batch():
     assert host_bytes(on_file) == 0
 
 
-def test_recomputation_repeats_what_operators_send_and_nothing_that_units_gather():
+def test_recomputation_repeats_the_traffic_of_operators_but_not_of_units():
     for mode in ("M", "O"):
-        assert sent(exact(activations=mode)) == sent(exact())
+        assert calls_by_kind(exact(activations=mode)) == calls_by_kind(exact())
     cut = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
-    plain, full = sent(exact(**cut)), sent(exact(**cut, activations="M"))
+    plain, full = calls_by_kind(exact(**cut)), calls_by_kind(exact(**cut, activations="M"))
     more = {key: full[key] - plain.get(key, 0) for key in full}
     again = {key[1]: number for key, number in more.items() if number}
     # of two gathers and two sums the last sum is not needed: nobody saves what it gives
@@ -139,7 +139,7 @@ def test_recomputation_repeats_what_operators_send_and_nothing_that_units_gather
     }
 
 
-def sent(estimate: Estimate) -> dict[tuple[object, ...], int]:
+def calls_by_kind(estimate: Estimate) -> dict[tuple[object, ...], int]:
     """Calls between ranks by kind."""
     return {
         (row.key.axes, row.key.collective, row.key.phase): row.calls
@@ -171,7 +171,7 @@ def test_a_step_takes_six_operations_a_parameter_and_token_and_twelve_a_pair_of_
 
 @pytest.mark.parametrize("mode", ["M", "O", "M@host"])
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
-def test_what_blocks_move_and_send_again_does_not_depend_on_the_loss(axis, mode):
+def test_moved_and_repeated_traffic_does_not_depend_on_the_loss(axis, mode):
     place = {"mesh": {axis: 2}, "placement": {axis: "S*,S,S,R" if axis == "dp_shard" else STAGES}}
 
     def added(**loss: object) -> dict[object, int]:
@@ -191,7 +191,7 @@ def test_what_blocks_move_and_send_again_does_not_depend_on_the_loss(axis, mode)
 STAGES = "S,S,S,R"
 
 
-def test_nothing_is_said_of_traffic_where_no_table_tells_what_blocks_send_again():
+def test_traffic_is_unknown_without_a_table_of_repeated_communication():
     flex = {"attention": "flex", "mesh": {"tp": 2}, "placement": {"tp": STAGES}}
     untold = {"activations", "peak", "step_seconds"}
     assert exact(**flex).undefined.keys() == untold

@@ -1,4 +1,4 @@
-"""Which shapes with latent attention can be built, and where they run."""
+"""Legal shapes with latent attention, and the axes on which they run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_latent_shape_needs_no_heads_that_divide_the_stream():
          "Remove `model.q_lora_rank`, or set `model.kv_lora_rank`."),
     ],
 )  # fmt: skip
-def test_latent_attention_that_cannot_be_is_refused(changes, place, finding, remedy):
+def test_impossible_latent_attention_is_rejected(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(SHAPE, **changes))
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 

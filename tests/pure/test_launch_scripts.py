@@ -1,4 +1,4 @@
-"""The scripts of `launch/`, run by bash against stand-ins for Slurm's commands and torchrun."""
+"""The scripts of `launch/`, run by bash with stubs for Slurm's commands and torchrun."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_before_its_time_limit_a_slurm_job_saves_and_is_queued_again(shims):
     assert words(shims / "scontrol.log")[-1] == "requeue 4711"
 
 
-def test_a_number_of_ranks_per_node_stands_in_for_gpus(shims):
+def test_ranks_per_node_replace_gpus(shims):
     process = slurm(shims, "ddp", SRUN_CODE="0", NPROC="4", SLURM_GPUS_ON_NODE="")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
@@ -118,14 +118,14 @@ def test_a_number_of_ranks_per_node_stands_in_for_gpus(shims):
 
 
 @pytest.mark.parametrize("script", ["local.sh", "slurm.sbatch"])
-def test_a_script_without_a_spec_says_how_it_is_used(shims, script):
+def test_a_script_without_a_spec_prints_its_usage(shims, script):
     process = start(shims, script)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 2
     assert "SPEC" in output + errors
 
 
-def test_the_local_script_starts_torchrun_when_asked(shims):
+def test_the_local_script_starts_torchrun_on_request(shims):
     process = start(shims, "local.sh", "zero3", "train.steps=5", LAUNCHER="torchrun", NPROC="2")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors

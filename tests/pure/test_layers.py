@@ -1,4 +1,4 @@
-"""The architecture, as tests: direction of imports, the torch line, sizes, and what is nowhere.
+"""The architecture as tests: direction of imports, the torch boundary, sizes, and banned code.
 
 A folder is a layer, an axis is two: its rules and cost are pure, `axes/*/run` is torch. A module
 imports only from its own layer and from those above it.
@@ -139,13 +139,13 @@ def rank(module: str) -> int:
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
     for node in nodes(path, ast.Call):
-        yield node, dotted(node.func)
+        yield node, dotted_name(node.func)
 
 
-def dotted(node: ast.AST) -> str:
+def dotted_name(node: ast.AST) -> str:
     """`a.b.c` of names and attributes, else nothing."""
     if isinstance(node, ast.Attribute):
-        value = dotted(node.value)
+        value = dotted_name(node.value)
         return f"{value}.{node.attr}" if value else ""
     return node.id if isinstance(node, ast.Name) else ""
 
@@ -197,11 +197,11 @@ def test_imports_point_upwards(module):
     assert not downwards, f"{module} imports from below itself: {sorted(downwards)}"
 
 
-def test_rooms_import_each_other_only_where_they_are_listed():
+def test_packages_import_each_other_only_if_listed():
     assert SOURCES.mutual_imports() == MUTUAL_IMPORTS
 
 
-def test_a_class_name_stands_twice_only_where_it_is_listed():
+def test_a_class_name_is_repeated_only_if_listed():
     repeated = SOURCES.repeated_classes()
     unlisted = {name: repeated[name] for name in repeated.keys() - REPEATED_CLASSES}
     assert not unlisted, f"a class of that name is elsewhere already: {unlisted}"
@@ -216,7 +216,7 @@ def test_the_pure_half_needs_the_standard_library_and_yaml_only(module):
 
 
 def reachable(module: str) -> set[str]:
-    """What a module imports, and what that does."""
+    """Return the modules that a module imports, directly or indirectly."""
     seen, left = set[str](), [module]
     while left:
         for name in imports(left.pop()):
@@ -227,7 +227,7 @@ def reachable(module: str) -> set[str]:
 
 
 @of_all([m for m in sorted(CHECKED) if re.fullmatch(CLOSED_FORM, m)])
-def test_a_closed_form_knows_nothing_of_what_it_checks(module):
+def test_closed_forms_do_not_import_the_code_they_check(module):
     known = [name for name in reachable(module) if re.fullmatch(FIRST_OPINION, name)]
     assert not known, f"{module} is a second opinion and must not know {sorted(known)}"
 
@@ -238,7 +238,7 @@ def test_nothing_of_the_package_imports_tests(module):
     assert not foreign, f"{module} imports {sorted(foreign)}"
 
 
-def test_meters_do_not_know_what_is_expected():
+def test_meters_do_not_import_the_prediction():
     expectation = re.compile(r"ptrain\.(plan|derivation|algebra|selection)\b.*")
     for module in MODULES:
         if module.startswith("ptrain.meters"):
@@ -246,7 +246,7 @@ def test_meters_do_not_know_what_is_expected():
             assert not known, f"{module} measures and must not know {known}"
 
 
-def reached(modules: list[str]) -> set[str]:
+def reachable_modules(modules: list[str]) -> set[str]:
     """These and all that they import, and what that imports …; the package itself, which names
     what stands in it, leads nowhere."""
     known, to_come = set(modules), list(modules)
@@ -257,9 +257,9 @@ def reached(modules: list[str]) -> set[str]:
     return known
 
 
-def test_what_runs_knows_nothing_of_what_predicts():
-    """The program, its loop and all that they are made of. The command that trains states what was
-    predicted beside what was measured; it derives, and hands the loop nothing of that."""
+def test_executing_code_does_not_import_the_prediction():
+    """The program, its loop and their parts. The train command prints prediction and measurement;
+    it derives the prediction and passes it on."""
     runs = re.compile(
         r"ptrain\.(models|data|runtime|optimizers|interpreter|train\.(loop|finite|checkpoint))(\..*)?"
         r"|ptrain\.(axes\.\w+|activations)\.run(\..*)?"
@@ -267,17 +267,17 @@ def test_what_runs_knows_nothing_of_what_predicts():
     predicts = re.compile(r"ptrain\.(derivation|selection)(\..*)?")
     starts = [module for module in MODULES if runs.fullmatch(module)]
     assert "ptrain.interpreter.program" in starts and "ptrain.train.loop" in starts
-    assert not {m for m in reached(starts) if predicts.fullmatch(m)}
-    assert any(predicts.fullmatch(m) for m in reached(["ptrain.train.session"]))
+    assert not {m for m in reachable_modules(starts) if predicts.fullmatch(m)}
+    assert any(predicts.fullmatch(m) for m in reachable_modules(["ptrain.train.session"]))
 
 
-def test_models_know_no_parallelism():
-    """Neither an axis nor how activations are kept; nor does what every axis stands on."""
+def test_models_import_no_parallelism():
+    """Models import no axis, no activation mode, and nothing that axes build on."""
     below = re.compile(r"ptrain\.(models|data|runtime|optimizers)(\..*)?")
     parallel = re.compile(r"ptrain\.(axes|activations|algebra|derivation|selection)(\..*)?")
     starts = [module for module in MODULES if below.fullmatch(module)]
     assert "ptrain.models.transformer" in starts
-    assert not {m for m in reached(starts) if parallel.fullmatch(m)}
+    assert not {m for m in reachable_modules(starts) if parallel.fullmatch(m)}
 
 
 def test_the_program_names_no_axis_and_no_optimizer():
@@ -343,7 +343,7 @@ def test_the_loop_has_at_most_120_lines_and_names_no_axis():
 
 
 @of_all(sorted(MODULES))
-def test_every_module_says_what_it_is_and_packages_hold_nothing_else(module):
+def test_every_module_has_a_docstring_and_packages_are_otherwise_empty(module):
     path = MODULES[module]
     is_package = path.name == "__init__.py" and module != "ptrain"
     is_room = is_package and not re.search(r"\.(run|ghosts|causes|jobs)$", module)
@@ -361,7 +361,7 @@ def test_no_module_holds_a_strategys_name(module):
 
 
 @of_all(sorted(set(MODULES) - LAZY))
-def test_imports_stand_at_the_top(module):
+def test_imports_are_at_the_top(module):
     for node in nodes(MODULES[module], ast.FunctionDef, ast.AsyncFunctionDef):
         lazy = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
         assert not lazy, f"{module}: {node.name} imports lazily"
@@ -399,11 +399,11 @@ def test_no_handler_catches_everything(module):
 @of_all(sorted(set(MODULES) - ENVIRONMENT))
 def test_only_the_world_reads_the_environment(module):
     for node in nodes(MODULES[module], ast.Attribute):
-        assert dotted(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
+        assert dotted_name(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
 
 
 @of_all(MODULES)
-def test_the_context_axis_is_named_in_its_room_alone(module):
+def test_only_its_package_names_the_context_axis(module):
     path = MODULES[module]
-    named = any(dotted(node) == "Axis.CP" for node in nodes(path, ast.Attribute))
+    named = any(dotted_name(node) == "Axis.CP" for node in nodes(path, ast.Attribute))
     assert not named or re.fullmatch(NAMING_CONTEXT, module)

@@ -1,4 +1,4 @@
-"""Ranks and coordinates are those of torch's DeviceMesh."""
+"""Ranks and coordinates equal those of torch's DeviceMesh."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_rank_outside_the_world_has_no_coordinates(rank):
 
 @pytest.mark.parametrize("degrees", FACTORIZATIONS)
 @pytest.mark.parametrize("axes", [(), DATA_AXES[:1], DATA_AXES[1:], DATA_AXES])
-def test_the_positions_of_all_ranks_are_each_ranks_own(degrees, axes):
+def test_the_positions_of_all_ranks_equal_each_ranks_position(degrees, axes):
     spec = mesh_of(degrees)
     assert indices_in_groups(spec, axes) == tuple(
         index_in_group(spec, rank, axes) for rank in range(8)

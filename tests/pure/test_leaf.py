@@ -1,4 +1,4 @@
-"""What a kind of value takes at its limits, and what it says of the first value beyond them."""
+"""Each kind of value at its limits, and the message for the first value beyond them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ptrain.spec.slips import (
 )
 
 
-def said(leaf: Leaf, value: object) -> tuple[str, str]:
-    """(finding, remedy) of a value that is refused."""
+def message_of(leaf: Leaf, value: object) -> tuple[str, str]:
+    """Return finding and fix of a rejected value."""
     with pytest.raises(RejectedValue) as caught:
         leaf.check(value)
     assert str(caught.value) == caught.value.finding
@@ -76,7 +76,7 @@ def said(leaf: Leaf, value: object) -> tuple[str, str]:
         (ModesByBlock("", values=Integer("")), {"3-3": 1, "4": 2}, {"3-3": 1, "4": 2}),
     ],
 )
-def test_the_limits_belong_to_what_is_taken(leaf, value, stored):
+def test_the_limits_are_accepted(leaf, value, stored):
     taken = leaf.check(value)
     assert (taken, type(taken)) == (stored, type(stored))
 
@@ -172,7 +172,7 @@ AT_LEAST_A_HALF = "must be a finite number >= 0.5"
     ],
 )  # fmt: skip
 def test_beyond_them_the_range_and_the_value_are_named(leaf, value, finding, remedy):
-    assert said(leaf, value) == (finding, remedy)
+    assert message_of(leaf, value) == (finding, remedy)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +218,5 @@ def test_beyond_them_the_range_and_the_value_are_named(leaf, value, finding, rem
         (blocks_of, ("8-",), (8, None)),
     ],
 )  # fmt: skip
-def test_what_was_probably_meant(guess, values, expected):
+def test_a_probable_meaning_is_suggested(guess, values, expected):
     assert guess(*values) == expected

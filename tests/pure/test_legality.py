@@ -1,4 +1,4 @@
-"""Which products are legal, and what a refusal says."""
+"""Legal products, and the messages of rejections."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_72_are_legal_with_an_optimizer_that_needs_whole_matrices():
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
-def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
+def test_the_nearest_tuple_is_legal_and_a_legal_tuple_is_its_nearest(optimizer):
     legal = set(legal_tuples(optimizer))
     for placement in ALL_TUPLES:
         nearest = DATA.nearest_legal(placement, optimizer)
@@ -64,7 +64,7 @@ def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
 
 
 @pytest.mark.parametrize("rule", DATA.tuples, ids=lambda rule: rule.name)
-def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
+def test_every_rule_about_tuples_rejects_some_tuple_alone(rule):
     for optimizer in (ADAMW, STATELESS, MUON):
         alone = [p for p in ALL_TUPLES if [*DATA.broken_rules(p, optimizer)] == [rule]]
         if alone:
@@ -72,12 +72,12 @@ def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     pytest.fail(f"{rule.name} never decides")
 
 
-def test_every_rule_has_a_name_of_its_own_and_a_theorem():
+def test_every_rule_has_a_unique_name_and_a_theorem():
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.theorem for rule in RULES)
 
 
-def test_sharded_parameters_on_a_data_axis_are_refused_with_the_nearest_tuple():
+def test_sharded_parameters_on_a_data_axis_are_rejected_with_the_nearest_tuple():
     (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
     assert fault.place == "placement.dp_shard"
     assert "parameters cannot be S on a data axis" in fault.finding and "Theorem 3" in fault.finding
@@ -93,7 +93,7 @@ def test_all_faults_of_all_axes_come_at_once():
     assert places == ["placement.dp_replicate"] * 2 + ["placement.dp_shard"] * 3
 
 
-def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
+def test_reducing_a_replicated_gradient_after_every_micro_batch_is_rejected():
     every = SyncPolicy(gradients=GradientSync.EVERY)
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=4, sync=every)
     ((place, finding),) = findings(spec)
@@ -113,7 +113,7 @@ def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
         (1, None, "zero16", []),
     ],
 )
-def test_whether_gradients_are_used_up_at_once_depends_on_what_else_needs_them(
+def test_gradients_are_consumed_at_once_if_no_other_step_needs_them(
     accumulate, clip, layout, words
 ):
     mesh = {Axis.DP_REPLICATE: (2, tuple_of("R,R,M"))}
@@ -141,7 +141,7 @@ def test_the_master_copy_may_lie_anywhere(optimizer):
     )
 
 
-def test_a_sum_beside_its_parts_is_in_slices_at_every_micro_batch():
+def test_a_sum_with_addends_is_sharded_in_every_micro_batch():
     late, both = SyncPolicy(gradients=GradientSync.LAST), LAYOUTS["zero20"]
     cut = {Axis.DP_SHARD: (2, ZERO_2)}
     (fault,) = check(make_spec(cut, accumulate=2, sync=late, layout=both))
@@ -235,7 +235,7 @@ def test_activations_are_given_once():
          "Use `model.vocab=259` or more."),
     ],
 )  # fmt: skip
-def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
+def test_an_impossible_shape_is_rejected(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 
@@ -264,7 +264,7 @@ ONE_RANK = {"model": {"preset": "llama-tiny", "kv_heads": 4}, "batch": {"global"
     ],
 )
 @pytest.mark.parametrize("beside", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
-def test_a_tuple_that_is_illegal_at_every_degree_is_refused_at_degree_one(
+def test_a_tuple_that_is_illegal_at_every_degree_is_rejected_at_degree_one(
     axis, illegal, theorem, beside
 ):
     tuples = {"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}
@@ -296,7 +296,7 @@ def test_a_tuple_that_some_optimizer_takes_may_be_tried_with_any_on_one_rank():
         assert check(load({**spec, "mesh": {"dp_shard": 2}}).spec)
 
 
-def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
+def test_a_batch_that_does_not_multiply_out_is_rejected_with_the_product():
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
     wrong = replace(spec, batch=replace(spec.batch, global_samples=7))
     (fault,) = check(wrong)
@@ -307,7 +307,7 @@ def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
     )
 
 
-def test_means_over_unequally_many_targets_are_refused_by_the_function_that_gives_them():
+def test_means_over_unequally_many_targets_are_rejected_by_the_function_that_gives_them():
     function = UserFunction(section="loss", target="a:c", arguments={})
     spec = replace(make_spec({Axis.DP_SHARD: (2, ZERO_2)}), loss=LossSpec(function=function))
     (fault,) = check(replace(spec, data=DataSpec(ignored=(0,))))
@@ -323,7 +323,7 @@ def test_means_over_unequally_many_targets_are_refused_by_the_function_that_give
     )
 
 
-def test_ids_of_no_token_are_refused_among_those_that_are_no_targets():
+def test_ids_of_no_token_are_rejected_among_those_that_are_no_targets():
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
     size, _ = spec.model.vocabulary
     (fault,) = check(replace(spec, data=DataSpec(ignored=(0, size, 99999))))
@@ -335,7 +335,7 @@ def test_ids_of_no_token_are_refused_among_those_that_are_no_targets():
     )
 
 
-def test_more_ranks_than_devices_are_refused():
+def test_more_ranks_than_devices_are_rejected():
     cluster = Cluster(
         name="laptop",
         devices=2,
@@ -391,7 +391,7 @@ def test_require_gives_the_spec_or_every_located_fault():
     assert all(fault.line == 3 for fault in raised.value.faults)
 
 
-def test_the_remedy_for_used_up_gradients_is_a_whole_change():
+def test_the_fix_for_used_up_gradients_is_a_whole_change():
     with pytest.raises(SpecError) as caught:
         require_runnable(load("optimizer-in-backward", ["batch.micro=2"]))
     (fault,) = caught.value.faults

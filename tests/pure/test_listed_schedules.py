@@ -1,5 +1,5 @@
-"""A schedule that the user lists: read beside the spec, proven before it runs, recorded whole; and
-refused with the place where it is wrong."""
+"""A schedule listed by the user: read from a file next to the spec, checked before it runs,
+recorded in full, and rejected with the place of an error."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ batch: {{accumulate: {microbatches}, micro: 1, sequence: 16}}
 """
 
 
-def listed(folder: Path, rows: str, **said: object) -> Spec:
-    """The spec with these rows beside it."""
+def listed_spec(folder: Path, rows: str, **said: object) -> Spec:
+    """Return the spec with a schedule file of these rows."""
     (folder / "own.csv").write_text(rows)
     (folder / "spec.yaml").write_text(spec_text("own.csv", **said))  # type: ignore[arg-type]
     return require_runnable(load(folder / "spec.yaml"))
@@ -41,7 +41,7 @@ def listed(folder: Path, rows: str, **said: object) -> Spec:
 
 def refusal(folder: Path, rows: str, **said: object) -> str:
     with pytest.raises(SpecError) as caught:
-        listed(folder, rows, **said)
+        listed_spec(folder, rows, **said)
     (fault,) = caught.value.faults
     assert fault.place in ("pipeline.schedule", "pipeline.stages")
     assert fault.remedy
@@ -59,7 +59,7 @@ def text_of(name: ScheduleName, size) -> str:
 
 
 def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
-    spec = listed(tmp_path, OWN)
+    spec = listed_spec(tmp_path, OWN)
     made = schedule_of(spec)
     assert [",".join(map(str, order)) for order in made.orders] == ROWS
     assert (made.rank_of, made.microbatches) == ((0, 1), 2)
@@ -70,28 +70,30 @@ def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
 def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
     size = next(s for s in BY_NAME[name] if s.ranks == 2 and s.microbatches > 3 and s.stages < 5)
     made = make_schedule(name, size)
-    spec = listed(tmp_path, text_of(name, size), ranks=2, microbatches=size.microbatches)
+    spec = listed_spec(tmp_path, text_of(name, size), ranks=2, microbatches=size.microbatches)
     assert schedule_of(spec) == made
     assert spec.pipeline.is_in_halves is any(
         part.kind in "IW" for order in made.orders for step in order for part in step.parts
     )
 
 
-def test_a_list_costs_what_the_schedule_that_it_lists_costs(tmp_path):
-    own = derive(listed(tmp_path, OWN)).exact
+def test_a_list_costs_as_much_as_the_listed_schedule(tmp_path):
+    own = derive(listed_spec(tmp_path, OWN)).exact
     (tmp_path / "named.yaml").write_text(spec_text("1f1b"))
     named = derive(require_runnable(load(tmp_path / "named.yaml"))).exact
     assert (own.memory, own.peak, own.traffic) == (named.memory, named.peak, named.traffic)
 
 
-def test_what_is_recorded_has_the_rows_and_needs_no_file(tmp_path):
-    spec = listed(tmp_path, OWN)
+def test_a_record_has_the_rows_and_needs_no_file(tmp_path):
+    spec = listed_spec(tmp_path, OWN)
     assert spec.resolved["pipeline"]["schedule"] == ROWS
     (tmp_path / "own.csv").unlink()
     assert load(spec.resolved).spec.pipeline == spec.pipeline
 
 
-def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, capsys):
+def test_a_file_on_the_command_line_is_relative_to_the_current_folder(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "here").mkdir()
     (tmp_path / "spec.yaml").write_text(spec_text("gpipe"))
     (tmp_path / "here" / "own.csv").write_text(OWN)
@@ -158,16 +160,16 @@ def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, 
     ],
     ids=lambda value: value[:40].strip(),
 )
-def test_what_is_no_step_is_refused_with_its_place(tmp_path, rows, finding):
+def test_an_invalid_step_is_rejected_with_its_place(tmp_path, rows, finding):
     assert refusal(tmp_path, rows) == finding
 
 
-def test_a_list_of_other_stages_than_written_is_refused(tmp_path):
+def test_a_list_of_other_stages_than_written_is_rejected(tmp_path):
     found = refusal(tmp_path, OWN, more=", stages: 4")
     assert found == "the list has 2 stages, but the pipeline has 4"
 
 
-def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path):
+def test_a_file_that_is_not_there_is_rejected_by_its_name(tmp_path):
     (tmp_path / "spec.yaml").write_text(spec_text("none.csv"))
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")
@@ -184,7 +186,7 @@ def test_a_deadlock_ends_a_command_with_2_and_its_place(tmp_path, capsys):
     assert f"{tmp_path}/spec.yaml:4" in said
 
 
-def test_dualpipe_as_published_is_refused_with_its_two_copies_and_their_bytes(tmp_path):
+def test_dualpipe_as_published_is_rejected_with_its_two_copies_and_their_bytes(tmp_path):
     (tmp_path / "spec.yaml").write_text(spec_text("dualpipe"))
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")

@@ -30,18 +30,18 @@ from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, parse_scalar
 from ptrain.spec.write import to_yaml
-from tests.pure.changes import BASE, loaded
+from tests.pure.changes import BASE, load_changed
 
 FILES = list_files(*SPEC_FOLDERS)
 MODEL = {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259}
 
 
-def placed(spec: Spec) -> dict[str, str]:
+def load_placed(spec: Spec) -> dict[str, str]:
     return {f"{f.axis}={f.degree}": str(f.placement) for f in spec.factors}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp_path):
+def test_every_spec_loads_by_name_by_path_and_from_its_resolved_form(name, tmp_path):
     spec = load(name).spec
     assert load(FILES[name]).spec == spec == load(str(FILES[name])).spec
     assert load(spec.resolved).spec == spec
@@ -77,15 +77,15 @@ def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp
     ]
     + [{"precision": {"layout": name}} for name in LAYOUTS],
 )
-def test_what_a_spec_resolves_to_is_a_fixed_point(changes, tmp_path):
-    spec = loaded(**changes)
+def test_a_resolved_spec_resolves_to_itself(changes, tmp_path):
+    spec = load_changed(**changes)
     written = tmp_path / "spec.yaml"
     written.write_text(to_yaml(spec.resolved), encoding="utf-8")
     assert load(written).spec == spec
 
 
 def test_every_dial_has_its_value():
-    spec = loaded(
+    spec = load_changed(
         unit="2 blocks",
         overlap="backward",
         prefetch=3,
@@ -96,24 +96,24 @@ def test_every_dial_has_its_value():
     assert spec.unit == UnitSize(kind=UnitKind.BLOCKS, count=2)
     assert (spec.overlap, spec.prefetch) == (Overlap.BACKWARD, 3)
     assert spec.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
-    assert spec.bucket_bytes == WHOLE_BUCKET and loaded(bucket="per-tensor").bucket_bytes == 1
+    assert spec.bucket_bytes == WHOLE_BUCKET and load_changed(bucket="per-tensor").bucket_bytes == 1
     assert spec.sync.reshard_after_forward == 2
-    assert loaded(unit="1 blocks").unit == loaded().unit_size == UnitSize()
-    assert loaded().unit is None
-    assert loaded(unit="model").unit.kind is UnitKind.MODEL
+    assert load_changed(unit="1 blocks").unit == load_changed().unit_size == UnitSize()
+    assert load_changed().unit is None
+    assert load_changed(unit="model").unit.kind is UnitKind.MODEL
 
 
 @pytest.mark.parametrize("value", [True, False, 2, "non-root"])
 def test_reshard_is_another_word_for_a_key_of_sync(value):
-    spec = loaded(reshard=value)
-    assert spec == loaded(sync={"reshard_after_forward": value})
+    spec = load_changed(reshard=value)
+    assert spec == load_changed(sync={"reshard_after_forward": value})
     assert type(spec.sync.reshard_after_forward) in (type(value), Reshard)
     assert spec.sync.reshard_after_forward == value
-    assert loaded(reshard=value, sync={"reshard_after_forward": value}) == spec
-    assert load(loaded(reshard=1000).resolved, [f"reshard={str(value).lower()}"]).spec == spec
+    assert load_changed(reshard=value, sync={"reshard_after_forward": value}) == spec
+    assert load(load_changed(reshard=1000).resolved, [f"reshard={str(value).lower()}"]).spec == spec
 
 
-def test_reshard_stands_above_a_strategys_policy():
+def test_reshard_overrides_a_strategys_policy():
     assert load("zero3-keep", ["reshard=true"]).spec.sync.reshard_after_forward is True
 
 
@@ -126,9 +126,9 @@ def test_reshard_stands_above_a_strategys_policy():
         ({"tier": "file"}, "S@host,O,R,R", "O,S@file,R,R"),
     ],
 )
-def test_o_is_where_the_offload_says_and_a_written_tier_stays(offload, placement, expected):
+def test_o_is_on_the_tier_of_the_offload_and_a_written_tier_stays(offload, placement, expected):
     changes = {"offload": offload} if offload else {}
-    spec = loaded(placement={"dp_shard": placement}, **changes)
+    spec = load_changed(placement={"dp_shard": placement}, **changes)
     assert str(spec.factors[0].placement) == expected
     assert load(spec.resolved).spec == spec
 
@@ -149,20 +149,20 @@ def test_o_is_where_the_offload_says_and_a_written_tier_stays(offload, placement
         ),
     ],
 )
-def test_dtypes_beside_a_layout_replace_its_own(written, expected):
-    assert loaded(precision=written).precision.layout == expected
+def test_dtypes_given_with_a_layout_replace_its_dtypes(written, expected):
+    assert load_changed(precision=written).precision.layout == expected
 
 
 def test_fp16_on_the_way_to_the_update_scales_the_loss():
     for state in ("parameters", "reduced", "gradients"):
-        assert loaded(precision={state: "fp16"}).precision.layout.scales_loss
-    assert not loaded(precision={"moments": "fp16"}).precision.layout.scales_loss
+        assert load_changed(precision={state: "fp16"}).precision.layout.scales_loss
+    assert not load_changed(precision={"moments": "fp16"}).precision.layout.scales_loss
 
 
 def test_momentum_is_the_optimizers_usual_one():
-    assert loaded(optimizer={"name": "muon"}).optimizer.momentum == 0.95
-    assert loaded(optimizer={"name": "muon", "momentum": 0.0}).optimizer.momentum == 0
-    assert loaded(optimizer={"name": "sgd"}).optimizer.momentum == 0
+    assert load_changed(optimizer={"name": "muon"}).optimizer.momentum == 0.95
+    assert load_changed(optimizer={"name": "muon", "momentum": 0.0}).optimizer.momentum == 0
+    assert load_changed(optimizer={"name": "sgd"}).optimizer.momentum == 0
 
 
 def test_without_a_source_the_default_is_loaded():
@@ -171,7 +171,7 @@ def test_without_a_source_the_default_is_loaded():
 
 
 def test_defaults_are_those_of_the_resolved_spec():
-    spec = loaded(model=MODEL)
+    spec = load_changed(model=MODEL)
     model = ModelShape(**MODEL, family=spec.model.family)
     bare = Spec(name="spec", model=model, factors=spec.factors, batch=spec.batch)
     assert {**vars_of(spec), "resolved": {}} == vars_of(bare)
@@ -190,14 +190,14 @@ def vars_of(spec: Spec) -> dict[str, object]:
     ],
 )
 def test_dp_becomes_the_axis_of_its_tuple(mesh, placement, expected):
-    assert placed(loaded(mesh=mesh, placement={"dp": placement})) == expected
+    assert load_placed(load_changed(mesh=mesh, placement={"dp": placement})) == expected
 
 
 @pytest.mark.parametrize("name", sorted(set(list_files("strategies")) | set(load_names().aliases)))
 def test_a_strategy_may_be_named_instead_of_written(name):
     target = load(name).spec
     mesh = {factor.axis.value: factor.degree for factor in target.factors}
-    spec = loaded(mesh=mesh, placement=name)
+    spec = load_changed(mesh=mesh, placement=name)
     assert spec.factors == target.factors
     assert spec.sync == target.sync
 
@@ -211,25 +211,25 @@ def test_a_named_strategy_takes_the_dp_degree():
     for name in list_files("strategies"):
         axes = [factor.axis for factor in load(name).spec.factors]
         if len(axes) == 1 and axes[0] in DATA_AXES:
-            spec = loaded(mesh={"dp": 2}, placement=name)
+            spec = load_changed(mesh={"dp": 2}, placement=name)
             assert [factor.axis for factor in spec.factors] == axes
             assert (
-                loaded(mesh={axes[0]: 2}, placement={axes[0]: name}).factors
-                if (spec.sync == loaded().sync and "recompute" not in spec.resolved)
+                load_changed(mesh={axes[0]: 2}, placement={axes[0]: name}).factors
+                if (spec.sync == load_changed().sync and "recompute" not in spec.resolved)
                 else True
             )
 
 
 def test_an_axis_of_degree_one_vanishes():
-    spec = loaded(mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 1})
-    assert spec.factors == loaded().factors
-    assert loaded(mesh={"dp_shard": 1}).factors == ()
+    spec = load_changed(mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 1})
+    assert spec.factors == load_changed().factors
+    assert load_changed(mesh={"dp_shard": 1}).factors == ()
 
 
-def test_factors_stand_in_the_order_of_the_file():
+def test_factors_keep_the_order_of_the_file():
     placement = {"dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R"}
-    outer = loaded(mesh={"dp_replicate": 2, "dp_shard": 4}, placement=placement)
-    inner = loaded(mesh={"dp_shard": 4, "dp_replicate": 2}, placement=placement)
+    outer = load_changed(mesh={"dp_replicate": 2, "dp_shard": 4}, placement=placement)
+    inner = load_changed(mesh={"dp_shard": 4, "dp_replicate": 2}, placement=placement)
     assert [f.axis for f in outer.factors] == [Axis.DP_REPLICATE, Axis.DP_SHARD]
     assert [f.axis for f in inner.factors] == [Axis.DP_SHARD, Axis.DP_REPLICATE]
 
@@ -256,7 +256,7 @@ def test_auto_takes_the_ranks_that_are_left(world_size):
     ],
 )
 def test_global_is_micro_times_accumulate_times_data_degree(batch, degree, samples, accumulate):
-    spec = loaded(batch={"sequence": 4096} | batch, mesh={"dp_shard": degree})
+    spec = load_changed(batch={"sequence": 4096} | batch, mesh={"dp_shard": degree})
     assert (spec.batch.global_samples, spec.batch.accumulate) == (samples, accumulate)
 
 
@@ -269,17 +269,17 @@ def test_global_is_micro_times_accumulate_times_data_degree(batch, degree, sampl
     ],
 )
 def test_whole_gradients_are_reduced_once(placement, expected):
-    assert loaded(placement={"dp_shard": placement}).sync.gradients is expected
-    assert loaded(mesh={}, placement={}).sync.gradients is GradientSync.LAST
+    assert load_changed(placement={"dp_shard": placement}).sync.gradients is expected
+    assert load_changed(mesh={}, placement={}).sync.gradients is GradientSync.LAST
 
 
-def test_modes_of_a_tuple_stand_in_the_order_of_the_paper():
-    placement = loaded(placement={"dp_shard": ["S*", "S", "R", "R"]}).factors[0].placement
+def test_modes_of_a_tuple_have_the_order_of_the_paper():
+    placement = load_changed(placement={"dp_shard": ["S*", "S", "R", "R"]}).factors[0].placement
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
     assert [str(placement[state]) for state in states] == ["S*", "S", "R", "R"]
 
 
-def test_presets_are_names_or_files_and_fields_beside_them_win(tmp_path):
+def test_presets_are_names_or_files_and_explicit_fields_win(tmp_path):
     (tmp_path / "mine.yaml").write_text("{layers: 3, hidden: 64, heads: 4, ffn: 96, vocab: 300}")
     (tmp_path / "spec.yaml").write_text(
         "model: {preset: mine.yaml, heads: 8}\nmesh: {}\nbatch: {sequence: 8}\n"
@@ -295,13 +295,13 @@ def test_presets_are_names_or_files_and_fields_beside_them_win(tmp_path):
 
 def test_a_gpt_needs_only_its_width():
     shape = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 2, "vocab": 100}
-    model = loaded(model=shape).model
+    model = load_changed(model=shape).model
     assert isinstance(model, ModelShape)
     assert (model.ffn, model.kv_heads, model.tied) == (128, 2, True)
 
 
 def test_a_target_keeps_its_arguments():
-    model = loaded(model={"target": "a.b:c", "arguments": {"width": 3}}).model
+    model = load_changed(model={"target": "a.b:c", "arguments": {"width": 3}}).model
     assert model == ExternalModel(target="a.b:c", arguments={"width": 3})
 
 
@@ -310,7 +310,7 @@ def test_a_target_keeps_its_arguments():
     [("native", "native"), ("stock", "native"), ("all_to_all", "all_to_all"), (True, "all_to_all")],
 )
 def test_reduce_scatter_has_two_ways_and_two_older_words(written, expected):
-    assert loaded(reduce_scatter=written).reduce_scatter is ReduceScatterVia(expected)
+    assert load_changed(reduce_scatter=written).reduce_scatter is ReduceScatterVia(expected)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_plain_scalars_follow_yaml_1_2(text, value):
 
 
 @pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
-def test_what_is_no_number_has_three_spellings(text):
+def test_nan_has_three_spellings(text):
     assert math.isnan(parse_scalar(text))
 
 
@@ -345,9 +345,9 @@ def test_a_number_of_hundreds_of_digits_is_infinite():
     assert (parse_scalar("9" * 401), parse_scalar("-" + "9" * 401)) == (math.inf, -math.inf)
 
 
-def test_a_document_knows_where_each_key_stands(tmp_path):
+def test_a_document_locates_each_key(tmp_path):
     file = tmp_path / "spec.yaml"
-    file.write_text(to_yaml(loaded().resolved))
+    file.write_text(to_yaml(load_changed().resolved))
     document = load(file, ["mesh.dp_shard=4"])
     line = next(i for i, t in enumerate(file.read_text().splitlines(), 1) if t.startswith("batch"))
     fault = document.locate(Fault(place="batch.micro", finding="is too much", remedy="less"))

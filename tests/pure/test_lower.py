@@ -1,4 +1,4 @@
-"""The wrapper follows from the modes of the states, never from a strategy's name."""
+"""The modes of the states determine the wrapper, independent of the strategy's name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_everything_replicated_is_replicate_over_all_data_axes():
         ),
     ],
 )
-def test_gathered_parameters_with_all_else_on_the_same_shards_are_fully_sharded(
+def test_gathered_parameters_with_other_states_on_the_same_shards_are_fully_sharded(
     mesh, shard, replicate
 ):
     wrap = lower(make_spec(mesh), FACTS).wrap

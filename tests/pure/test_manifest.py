@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest guards: its files, and itself."""
+"""The checkpoint manifest protects its files and itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def rewrite(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """As a ptrain would that means it."""
+    """Rewrite the manifest consistently."""
     (checkpoint / manifest.NAME).write_bytes(manifest.seal_text(content))
 
 
@@ -78,7 +78,7 @@ def test_no_flipped_bit_of_a_manifest_is_read(checkpoint):
             manifest.read(checkpoint)
 
 
-def test_a_manifest_cut_short_anywhere_is_refused(checkpoint):
+def test_a_manifest_cut_short_anywhere_is_rejected(checkpoint):
     path = checkpoint / manifest.NAME
     text = path.read_bytes()
     for length in range(len(text)):
@@ -88,7 +88,7 @@ def test_a_manifest_cut_short_anywhere_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "..", ""])
-def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, name):
+def test_a_manifest_that_names_anything_but_a_bare_file_is_rejected(checkpoint, name):
     content = content_of(checkpoint)
     content["files"][name] = [1, "0" * 64]
     rewrite(checkpoint, content)
@@ -99,7 +99,7 @@ def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, n
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", '{"files": 3}', '{"files": {"a": 1}}', "[" * 99999, "\udcff"]
 )
-def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
+def test_an_unreadable_manifest_is_rejected(checkpoint, text):
     (checkpoint / manifest.NAME).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PtrainError, match="is not readable"):
         manifest.read(checkpoint)
@@ -130,7 +130,7 @@ def test_a_sealed_manifest_is_held_to_its_schema(checkpoint, change, place):
         manifest.read(checkpoint)
 
 
-def test_a_manifest_of_another_step_than_its_folder_is_refused(checkpoint):
+def test_a_manifest_of_another_step_than_its_folder_is_rejected(checkpoint):
     rewrite(checkpoint, content_of(checkpoint) | {"step": 8})
     with pytest.raises(PtrainError, match="belongs to step 8"):
         manifest.read(checkpoint)
@@ -145,7 +145,7 @@ def test_an_older_manifest_without_a_seal_is_read_and_a_newer_one_is_not(checkpo
         manifest.read(checkpoint)
 
 
-def test_a_newer_format_is_refused(checkpoint):
+def test_a_newer_format_is_rejected(checkpoint):
     for more in ({}, {"field": "of that format"}):
         rewrite(checkpoint, content_of(checkpoint) | {"format": 99} | more)
         with pytest.raises(PtrainError, match="format 99"):

@@ -1,5 +1,5 @@
-"""The closed forms of the activations that a pipeline's ranks hold, and of their peaks, against the
-exact column and the ranks' instructions."""
+"""The closed forms of pipeline activations and peaks, compared with the exact column and the ranks'
+instructions."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.oracles.pipeline import (
     least_held_bytes,
     peak_beyond_naive,
 )
-from tests.pure.piped import legal
+from tests.pure.pipeline_specs import legal
 from tests.pure.pipelines import VEES, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_pipeline import (
     HIDDEN,
     TOKENS,
     VOCAB,
-    drawn_split,
     every_model,
     every_schedule,
+    random_split,
     schedule_of,
     sizes,
     spec_of,
@@ -47,7 +47,7 @@ HALVES = (ScheduleName.ZERO_BUBBLE, *VEES)
 ALL_IN_FLIGHT = (ScheduleName.GPIPE, ScheduleName.BFS)
 
 
-def held(derivation: Derivation) -> list[int]:
+def held_by_rank(derivation: Derivation) -> list[int]:
     """Bytes of activations by rank of pp."""
     exact = derivation.exact
     return [exact.bytes_of(State.ACTIVATIONS, rank) for rank in range(exact.world_size)]
@@ -56,24 +56,24 @@ def held(derivation: Derivation) -> list[int]:
 def held_by(
     name: str, ranks: int, split: list[int], accumulate: int
 ) -> tuple[PipelineSize, int, list[int]]:
-    """A pipeline's size, the bytes of a boundary, and what each rank holds."""
+    """A pipeline's size, the bytes of a boundary, and each rank's activations."""
     spec = spec_of(name, ranks, split, accumulate=accumulate)
     derivation = derive(spec)
     size = size_of_step(step_of(derivation), accumulate)
-    return size, boundary_bytes(spec, HIDDEN), held(derivation)
+    return size, boundary_bytes(spec, HIDDEN), held_by_rank(derivation)
 
 
 def chunks_of(split: list[int], **sections) -> list[int]:
     """Bytes of one micro-batch on each stage: what naive ranks of a stage each hold, but for the
     gradient that comes."""
     spec = spec_of("naive", len(split), split, accumulate=1, **sections)
-    *others, last = held(derive(spec))
+    *others, last = held_by_rank(derive(spec))
     return [size - boundary_bytes(spec, HIDDEN) for size in others] + [last]
 
 
 @pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @every_model
-def test_stages_hold_what_the_model_does_and_both_ends_of_their_boundaries(model, layout):
+def test_stages_hold_the_model_and_both_ends_of_their_boundaries(model, layout):
     split = [1, 3, 2]
     precision = {"precision": {"layout": layout}}
     spec = legal(
@@ -100,12 +100,12 @@ def is_known(size: PipelineSize, rank: int) -> bool:
 @pytest.mark.parametrize("is_even", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", EXACT)
-def test_a_rank_holds_its_chunks_in_flight_and_what_crosses(name, ranks, is_even):
+def test_a_rank_holds_its_chunks_in_flight_and_boundary_tensors(name, ranks, is_even):
     """1f1b: micro-batches that fill the stages, and those that do not come back before all went;
     interleaved: rounds of p, and of a few more."""
     per_rank = stages_per_rank(name)[-1] if is_even else stages_per_rank(name)[0]
     stages = ranks * per_rank
-    split = [2] * stages if is_even else drawn_split(stages, name, ranks)
+    split = [2] * stages if is_even else random_split(stages, name, ranks)
     chunks = chunks_of(split)
     for accumulate in (ranks, ranks + 1, 2 * ranks - 1, 4 * ranks):
         size, boundary, bytes_held = held_by(name, ranks, split, accumulate)
@@ -150,10 +150,10 @@ def test_between_two_ranks_lie_the_chunks_that_the_one_before_has_more_in_flight
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_interleaved_chunks_of_any_sizes_hold_no_more_than_a_rounds_messages_beside(ranks):
-    """Between two ranks that are neighbours but once no more than the closed form says."""
+def test_interleaved_chunks_of_any_size_add_at_most_one_rounds_messages(ranks):
+    """Between two ranks that are neighbours only once, the closed form is an upper bound."""
     for per_rank in (2, 3):
-        split = drawn_split(ranks * per_rank, ranks)
+        split = random_split(ranks * per_rank, ranks)
         chunks = chunks_of(split)
         for accumulate in (ranks, 2 * ranks - 1, 3 * ranks):
             size, boundary, bytes_held = held_by("interleaved", ranks, split, accumulate)
@@ -170,13 +170,15 @@ def test_interleaved_chunks_of_any_sizes_hold_no_more_than_a_rounds_messages_bes
 def test_a_further_micro_batch_leaves_nothing_when_it_has_gone(name, ranks):
     """What is held grows with the chunks in flight alone."""
     for per_rank in {stages_per_rank(name)[0], stages_per_rank(name)[-1]}:
-        split = drawn_split(ranks * per_rank, name, ranks)
+        split = random_split(ranks * per_rank, name, ranks)
         chunks = chunks_of(split)
         few, many = (
             derive(spec_of(name, ranks, split, accumulate=times * ranks)) for times in (4, 6)
         )
         size, boundary = size_of_step(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
-        for rank, (less, more) in enumerate(zip(held(few), held(many), strict=True)):
+        for rank, (less, more) in enumerate(
+            zip(held_by_rank(few), held_by_rank(many), strict=True)
+        ):
             of_rank = [chunks[stage] for stage in stages_of(size, rank)]
             grown = 2 * ranks * sum(of_rank) if name in ALL_IN_FLIGHT else 0
             assert more - less == grown, rank
@@ -192,12 +194,12 @@ def long_batch(accumulate: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_peaks_are_those_of_one_micro_batch_and_what_is_in_flight_beside_it(name, ranks):
+def test_peaks_equal_one_micro_batch_plus_the_chunks_in_flight(name, ranks):
     split = [2] * ranks
     of_one = spec_of("naive", ranks, split, batch=long_batch(1 if name == "gpipe" else 2))
     alone = derive(of_one)
     boundary = boundary_bytes(of_one, HIDDEN)
-    *others, last = held(alone)
+    *others, last = held_by_rank(alone)
     chunks = [*(size - boundary for size in others), last]
     for accumulate in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
         derivation = derive(spec_of(name, ranks, split, batch=long_batch(accumulate)))
@@ -213,7 +215,7 @@ def test_peaks_are_those_of_one_micro_batch_and_what_is_in_flight_beside_it(name
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gpipe_peaks_as_it_begins_a_backward_pass_before_or_beside_gradients(ranks):
+def test_gpipe_peaks_at_the_start_of_a_backward_pass(ranks):
     """Stages of more parameters than activations: the second backward pass has one chunk less, its
     gradients, and the gradient that the first one sent."""
     split = [2] * ranks
@@ -234,7 +236,7 @@ def test_gpipe_peaks_as_it_begins_a_backward_pass_before_or_beside_gradients(ran
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_what_is_held_between_two_halves_has_no_closed_form(name):
+def test_memory_between_two_half_passes_has_no_closed_form(name):
     size = sizes(name)[-1]
     chunks = [10] * size.stages_per_rank
     assert {held_bytes(size, rank, chunks, 1) for rank in range(size.ranks)} == {None}

@@ -1,5 +1,5 @@
-"""One rule for all commands: the peak plus the reserve against the device memory, and the bytes of
-a node's ranks against the memory of its host."""
+"""One memory rule for all commands: peak plus reserve against device memory, and the bytes of a
+node's ranks against host memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_reserve_is_the_kinds_unless_it_is_written():
 
 
 @pytest.mark.parametrize("peak", [82_800 * 10**6, 84 * GB])
-def test_a_peak_that_leaves_no_room_for_the_runtime_does_not_fit(peak):
+def test_a_peak_without_space_for_the_runtime_does_not_fit(peak):
     """Both fit 85.9 GB, as 80 GiB were taken for."""
     spec = load("8b-zero3").spec
     exact = derive(spec).exact
@@ -143,7 +143,7 @@ def test_a_sweep_has_the_rule_of_a_single_spec(ptrain):
     ]
 
 
-def test_what_select_prints_as_best_fits_by_predict_and_train():
+def test_the_best_of_select_fits_in_predict_and_train():
     constraints = ["pp=1", "tp=1", "cp=1", "dp_shard=8", "micro>=2"]
     found = select("llama3-8b", cluster="h100-8", devices=8, where=constraints, count=20)
     spec = found.ranking[0].spec
@@ -200,7 +200,7 @@ def test_an_unknown_host_is_not_unlimited(ptrain):
     assert sweep.count("unknown whether it fits: `cluster.host_memory` is missing") == 1
     spec = load(words[0], words[1:]).spec
     exact = derive(spec).exact
-    require_fit(spec, exact)  # what is unknown is no reason
+    require_fit(spec, exact)  # an unknown peak is no reason for a rejection
     assert "`cluster.host_memory=2TB`" in preflight_lines(spec, exact)[-1]
 
 
@@ -251,7 +251,7 @@ def _small_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_host")
 @pytest.mark.parametrize("command", ["train", "validate"])
-def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
+def test_ranks_that_this_host_cannot_hold_are_rejected_before_any_starts(
     command, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -267,7 +267,7 @@ def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
 
 
 @pytest.mark.usefixtures("_small_host")
-def test_ranks_elsewhere_or_forced_ones_are_not_refused(monkeypatch):
+def test_remote_or_forced_ranks_are_accepted(monkeypatch):
     words = ["8b-zero3", "train.steps=4"]
     assert load_checked(options.parse_options([*words, "--force"])).name == "8b-zero3"
     with pytest.raises(SpecError, match="8 ranks of 8b-zero3"):

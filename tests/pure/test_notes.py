@@ -1,4 +1,4 @@
-"""The notes of a prediction say what runs and no theorem counts."""
+"""The notes of a prediction list traffic and memory that no theorem counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = {
 }
 
 
-def noted(placement: str, **changes: object) -> str:
+def notes_of(placement: str, **changes: object) -> str:
     spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
     return "\n".join(derive(spec).exact.notes)
 
@@ -32,18 +32,18 @@ def noted(placement: str, **changes: object) -> str:
         ("S*,S@file,S,R", {}, "read from files"),
     ],
 )
-def test_what_no_theorem_counts_is_said(placement, changes, words):
-    assert words in noted(placement, **changes)
+def test_costs_that_no_theorem_counts_are_listed(placement, changes, words):
+    assert words in notes_of(placement, **changes)
 
 
 def test_nothing_is_held_unsharded_where_every_micro_batch_is_reduced():
-    assert "unsharded" not in noted("S*,S,S,R")
-    assert "unsharded" not in noted("R,S,R,R")
+    assert "unsharded" not in notes_of("S*,S,S,R")
+    assert "unsharded" not in notes_of("R,S,R,R")
 
 
 def test_smaller_groups_send_their_part():
     mesh = {"mesh": {"dp_shard": 4}, "batch": {"micro": 2, "sequence": 32}}
-    assert "over 2 ranks and sends 1/2 of it" in noted("S*,S,S,R", reshard=2, **mesh)
+    assert "over 2 ranks and sends 1/2 of it" in notes_of("S*,S,S,R", reshard=2, **mesh)
 
 
 def test_a_spread_update_takes_a_third_unit():
@@ -51,21 +51,21 @@ def test_a_spread_update_takes_a_third_unit():
     assert any("3 units on dp_replicate" in note and "2 units" in note for note in notes)
 
 
-def test_an_optimizer_with_one_moment_of_a_matrix_says_what_it_saves():
+def test_an_optimizer_with_one_moment_per_matrix_states_its_saving():
     derivation = derive(load("muon").spec)
     words = "1 moment per element of block matrices"
     assert [words in note for note in derivation.exact.notes].count(True) == 1
-    assert words not in noted("S*,S,S,R")
+    assert words not in notes_of("S*,S,S,R")
     sgd = {"optimizer": {"name": "sgd", "momentum": 0.9}}
-    assert words not in noted("S*,S,S,R", **sgd)
+    assert words not in notes_of("S*,S,S,R", **sgd)
 
 
 def noted_on(name: str, *overrides: str) -> tuple[str, ...]:
     return derive(load(name, overrides).spec).exact.notes
 
 
-def test_what_tp_leaves_whole_is_counted_in_elements_and_bytes():
-    """Two norms of 128 in each of 4 blocks and one behind them; 4 + 8 + 4 bytes of an element."""
+def test_tensors_replicated_over_tp_are_counted_in_elements_and_bytes():
+    """Two norms of 128 in each of 4 blocks and one after them; 4 + 8 + 4 bytes per element."""
     (note,) = noted_on("tp", "model={preset: llama-tiny}", "mesh={tp: 2}")
     assert note == (
         "1,152 of 804,736 parameters belong to no sharded operator and are replicated over "
@@ -94,7 +94,7 @@ def test_flat_units_are_padded_to_equal_shards(ranks, unit, words):
     assert told == ([words] if words else [])
 
 
-def test_tensors_cut_by_rows_are_padded_to_equal_ones():
+def test_tensors_sharded_by_rows_are_padded_to_equal_shards():
     """Each of 2 ranks has 1 row more than it needs of 2 tables of 259 rows, of 128 elements each,
     over the 804736 of the model."""
     notes = noted_on("zero3", "model={preset: llama-tiny}", "mesh={dp_shard: 2}")
@@ -103,7 +103,7 @@ def test_tensors_cut_by_rows_are_padded_to_equal_ones():
     assert [note.startswith(words) for note in notes].count(True) == 1
 
 
-def test_micro_batches_repeat_what_a_step_of_the_paper_has_once():
+def test_micro_batches_repeat_traffic_that_the_paper_counts_once():
     (note,) = (note for note in noted_on("zero3", "batch={global: 16, micro: 2, sequence: 8}")
                if "the paper's step has one" in note)  # fmt: skip
     assert note == (

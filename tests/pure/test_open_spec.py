@@ -1,4 +1,4 @@
-"""Rules that are asked once for many specs say of each what they would say of it alone."""
+"""Rules evaluated once for many specs give the result of each single spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = [(), *((choice,) for choice in WITHIN[0].choices(BASE, 2, Legality(BASE, 
 @pytest.mark.parametrize("through", Through)
 @pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize("within", WAYS[:2], ids=["alone", "beside tp"])
-def test_choices_of_the_data_axes_are_legal_where_each_by_itself_is(through, many, within):
+def test_choices_of_data_axes_are_legal_if_each_spec_is(through, many, within):
     legality = Legality(BASE, BASE)
     for choices in data_choices(BASE).values():
         legal = {id(c) for c in legality.data(choices, within, through, many=many)}
@@ -41,7 +41,7 @@ def _is_legal(legality, choice, within, through, many) -> bool:
     return is_sound(spec) and not is_left_out(spec, legality.written)
 
 
-def test_a_schedule_is_legal_with_the_micro_batches_with_which_it_is_by_itself():
+def test_a_schedule_is_legal_with_the_micro_batches_of_each_spec():
     legality, answers = Legality(BASE, BASE), set()
     for _, choices in pipelines(BASE, 64):
         for choice in choices:
@@ -53,7 +53,7 @@ def test_a_schedule_is_legal_with_the_micro_batches_with_which_it_is_by_itself()
     assert answers == {True, False}
 
 
-def test_a_rule_that_looks_at_an_open_field_is_asked_for_each_value_of_it():
+def test_a_rule_that_reads_an_open_field_is_evaluated_per_value():
     batch = replace(BASE.batch, micro=1, accumulate=64, global_samples=64)
     opened = OpenSpec.with_open_fields(BASE.with_fields(batch=batch), ("batch.accumulate",))
     assert opened.is_sound(batch=batch)
@@ -61,14 +61,14 @@ def test_a_rule_that_looks_at_an_open_field_is_asked_for_each_value_of_it():
     assert opened.rules is not None and len(opened.rules) < 10
 
 
-def test_what_another_rule_refuses_is_refused_whatever_is_chosen():
+def test_a_rejection_by_another_rule_applies_to_all_choices():
     uneven = BASE.with_fields(model=replace(BASE.model, heads=7))
     opened = OpenSpec.with_open_fields(uneven, ("overlap",))
     assert opened.rules is None
     assert not opened.is_sound(overlap=None)
 
 
-def test_a_claim_is_checked_once_for_specs_that_are_alike_in_what_it_reads():
+def test_a_claim_is_checked_once_for_specs_that_agree_on_its_fields():
     asked: list[Spec] = []
 
     def claim(spec: Spec) -> bool:

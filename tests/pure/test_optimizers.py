@@ -1,4 +1,4 @@
-"""What is resolved, predicted and timed of an optimizer that is not fused follows from its row."""
+"""The resolved spec, prediction and time of an optimizer that is not fused follow from its row."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ptrain.facts.model import Operator
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
-from tests.pure.changes import loaded
-from tests.pure.test_ghosts import FACTS, planned
+from tests.pure.changes import load_changed
 from tests.pure.test_rates import pace
+from tests.pure.test_wrapper_replay import FACTS, plan_spec
 
 NAMES = [name for name, row in OPTIMIZERS.items() if row.temporaries]
 BETAS = {"nadam": (0.9, 0.999), "lion": (0.9, 0.99)}  # of torch, and of Lion's authors
@@ -24,15 +24,15 @@ TEMPORARIES = {"nadam": 2, "lion": 1}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_betas_are_those_that_users_of_the_optimizer_expect(name: str) -> None:
-    assert loaded(optimizer={"name": name}).optimizer.betas == BETAS[name]
-    written = loaded(optimizer={"name": name, "betas": [0.5, 0.25]})
+    assert load_changed(optimizer={"name": name}).optimizer.betas == BETAS[name]
+    written = load_changed(optimizer={"name": name, "betas": [0.5, 0.25]})
     assert written.optimizer.betas == (0.5, 0.25)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: str) -> None:
-    spec, plan = planned({}, layout=layout, optimizer=name)
+    spec, plan = plan_spec({}, layout=layout, optimizer=name)
     update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
     moments, numbers = KEPT[name]
     master = layout.master.itemsize if layout.master else 0
@@ -50,7 +50,7 @@ def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_update_takes_what_its_operators_take(name: str) -> None:
+def test_an_update_takes_the_time_of_its_operators(name: str) -> None:
     known = pace()
     own = [
         known.operator_seconds(Operator(OperatorKind.POINTWISE, DType.FP32, (4 * 500 * number,)))

@@ -1,4 +1,5 @@
-"""What ranks print goes where the command that started them prints: a notebook's cell, too."""
+"""The output of ranks goes to the output of the command that started them, including notebook
+cells."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder
 
 
-def test_the_first_rank_prints_to_the_stream_that_stands_in_for_standard_output(tmp_path):
+def test_the_first_rank_prints_to_a_replaced_standard_output(tmp_path):
     (tmp_path / "logs").mkdir()
     with redirect_stdout(StringIO()) as printed:
         assert launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path), module="this") == 0
@@ -22,14 +23,14 @@ def test_the_first_rank_prints_to_the_stream_that_stands_in_for_standard_output(
     assert lines[-1].startswith("Namespaces are one honking great idea")
 
 
-def test_a_process_of_its_own_keeps_its_standard_output(monkeypatch):
+def test_a_subprocess_keeps_its_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     with standard_output() as output:
         assert output is None
 
 
-class Gone(StringIO):
-    """A cell that takes one line."""
+class ClosedCell(StringIO):
+    """A notebook cell that accepts one line."""
 
     def write(self, text: str) -> int:
         if self.tell():
@@ -38,7 +39,7 @@ class Gone(StringIO):
 
 
 def test_who_prints_to_a_stream_that_is_gone_is_not_ended_by_it():
-    with redirect_stdout(Gone()) as printed, standard_output() as output:
+    with redirect_stdout(ClosedCell()) as printed, standard_output() as output:
         os.write(output, b"first\r\n")
         for _ in range(10_000):  # more than a pipe holds
             os.write(output, b"more than it takes\n")

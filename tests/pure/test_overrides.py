@@ -13,7 +13,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 
-def only(name: str, *overrides: str) -> Spec:
+def load_with(name: str, *overrides: str) -> Spec:
     return load(name, overrides).spec
 
 
@@ -51,12 +51,12 @@ SHARDED = next(name for name in list_files("strategies") if is_fully_sharded(loa
 )
 def test_an_override_sets_one_key(override, read):
     extra = ["data={tokenizer: bytes}"] if override.startswith("data") else []
-    assert read(only(SHARDED, *extra, override))
-    assert not read(only(SHARDED))
+    assert read(load_with(SHARDED, *extra, override))
+    assert not read(load_with(SHARDED))
 
 
 def test_the_last_of_two_overrides_wins():
-    assert only(SHARDED, "train.steps=3", "train.steps=4").train.steps == 4
+    assert load_with(SHARDED, "train.steps=3", "train.steps=4").train.steps == 4
 
 
 def test_a_named_strategy_is_written_out_when_an_override_reaches_into_it(tmp_path):
@@ -142,12 +142,12 @@ def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
         ("placement=S*,S,S,R", "placement", "four modes need an axis"),
     ],
 )
-def test_a_fault_in_an_override_stands_on_the_command_line(override, place, finding):
+def test_an_error_in_an_override_points_to_the_command_line(override, place, finding):
     if not finding:
-        assert only(SHARDED, override).train.steps == 3
+        assert load_with(SHARDED, override).train.steps == 3
         return
     with pytest.raises(SpecError) as caught:
-        only(SHARDED, override)
+        load_with(SHARDED, override)
     (fault,) = caught.value.faults
     assert (fault.source, fault.place, fault.line) == (f"command line: {override}", place, 0)
     assert finding in fault.finding
@@ -203,7 +203,7 @@ def test_spaces_around_the_equals_sign_are_named():
         ),
     ],
 )
-def test_what_sets_nothing_says_what_would(override, finding, remedy):
+def test_an_override_without_effect_names_one_with_effect(override, finding, remedy):
     with pytest.raises(SpecError) as caught:
         load(SHARDED, ["log.every=5", override])
     (fault,) = caught.value.faults
@@ -228,8 +228,8 @@ def test_a_long_override_is_named_by_its_beginning(length, shown):
         ("name=gradients", False),
     ],
 )
-def test_a_fault_in_the_file_names_what_the_command_line_has_to_do_with_it(override, is_named):
-    """Used up gradients are legal in the file, and with one of these overrides they are not."""
+def test_an_error_in_the_file_names_the_override_that_causes_it(override, is_named):
+    """Consumed gradients are legal in the file, but not with one of these overrides."""
     needed = [] if is_named else ["optimizer.clip=1.0"]
     file = next(path for name, path in list_files("strategies").items() if "in-backward" in name)
     with pytest.raises(SpecError) as caught:

@@ -1,4 +1,4 @@
-"""How long a sample becomes so that its slices are of one size, and who refuses to pad."""
+"""The padded length of samples for equal slices, and specs that are not padded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 TP = "placement={cp: [R, R, R, S], tp: [S, S, S, %s]}"
 
 
-def padded(name: str, *changes: str, sequence: int = 100) -> Spec:
+def padded_spec(name: str, *changes: str, sequence: int = 100) -> Spec:
     return load(name, [f"batch={{global: 8, sequence: {sequence}, pad: true}}", *changes]).spec
 
 
@@ -33,16 +33,14 @@ def padded(name: str, *changes: str, sequence: int = 100) -> Spec:
         ("tp-sp", ("mesh={tp: 8}", "model.heads=8", "model.kv_heads=8"), 104),
     ],
 )  # fmt: skip
-def test_a_sample_becomes_as_long_as_the_next_multiple_of_what_its_slices_need(
-    name, changes, tokens
-):
-    spec = padded(name, *changes)
+def test_a_sample_is_padded_to_the_next_multiple_of_its_slices(name, changes, tokens):
+    spec = padded_spec(name, *changes)
     assert not check(spec) and not find_unsupported(spec)
     assert (spec.batch.sequence, spec.batch.unpadded_tokens) == (tokens, 100)
     assert spec.batch.tokens == 8 * 100
 
 
-def test_zigzag_is_what_follows_where_nothing_else_is_written():
+def test_zigzag_is_the_default():
     spec = load(
         {
             "name": "a",
@@ -56,26 +54,26 @@ def test_zigzag_is_what_follows_where_nothing_else_is_written():
 
 
 def test_a_padded_spec_is_written_as_it_was_and_pads_for_another_mesh():
-    spec = padded("cp-zigzag", "mesh.cp=8")
+    spec = padded_spec("cp-zigzag", "mesh.cp=8")
     assert load(spec.resolved).spec == spec
     assert load(spec.resolved, ["mesh.cp=2"]).spec.batch.sequence == 100
 
 
-def test_what_is_padded_is_said_aloud():
-    batch = padded("cp-zigzag", "mesh.cp=8").batch
+def test_padding_is_reported():
+    batch = padded_spec("cp-zigzag", "mesh.cp=8").batch
     assert batch_lines(batch, 1) == [
         "batch.sequence: 100 tokens are padded to 112; 10.7% of the computation is padding"
     ]
 
 
-def test_padding_that_nothing_needs_is_refused():
-    (fault,) = check(padded("zero2"))
+def test_padding_that_nothing_needs_is_rejected():
+    (fault,) = check(padded_spec("zero2"))
     assert fault.place == "batch.pad"
     assert fault.finding == "has no effect: no axis shards the tokens of a sample"
     assert check(load("zero2", ["mesh={dp_shard: 1}", "batch.pad=true"]).spec) == ()
 
 
-def test_one_that_is_cut_is_named_where_it_is_not_asked_to_be_padded():
+def test_a_truncated_sample_is_named_if_padding_is_not_requested():
     (fault,) = check(load("cp-zigzag", ["batch.sequence=99"]).spec)
     assert fault.remedy == (
         "Use `batch.sequence=96` or `batch.sequence=100`, or `batch.pad=true`, which adds "
@@ -101,17 +99,17 @@ def test_a_hybrid_is_not_given_degrees_that_it_does_not_have():
 def test_samples_that_are_no_tokens_are_not_padded():
     changes = ["data={target: 'a:b'}", "step={target: 'a:c'}"]
     with pytest.raises(SpecError) as caught:
-        padded("tp-sp", *changes)
+        padded_spec("tp-sp", *changes)
     (fault,) = caught.value.faults
     assert fault.place == "batch.pad"
 
 
-def test_a_model_whose_attention_nobody_knows_is_not_padded():
+def test_a_model_with_unknown_attention_is_not_padded():
     changes = ["model={target: 'a:b'}", "mesh={tp: 8}", "batch.sequence=100"]
-    places = [fault.place for fault in check(padded("tp-sp", *changes))]
+    places = [fault.place for fault in check(padded_spec("tp-sp", *changes))]
     assert places == ["batch.pad"]
 
 
 def test_a_mean_by_micro_batch_is_not_padded():
-    (fault,) = check(padded("tp-sp", "loss={target: 'a:c'}", "mesh={tp: 2}", sequence=101))
+    (fault,) = check(padded_spec("tp-sp", "loss={target: 'a:c'}", "mesh={tp: 2}", sequence=101))
     assert fault.place == "batch.pad" and fault.finding.startswith("a:c returns the mean")

@@ -1,5 +1,5 @@
-"""README and the pages beside the code say what is true: their specs load, their commands exist,
-their blocks are what is printed, their links lead somewhere."""
+"""The README and the pages are true: their specs load, their commands exist, their blocks match the
+printed output, and their links resolve."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_yaml_block_is_a_whole_spec_that_runs(block, tmp_path):
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.splitlines()[2][:40])
-def test_python_blocks_name_what_exists(block):
+def test_python_blocks_use_existing_names(block):
     compile(block, "a page", "exec")
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ptrain":
@@ -93,7 +93,7 @@ def test_a_command_with_a_named_spec_takes_its_overrides(page):
             assert require_runnable(load(words[0], overrides)), words
 
 
-def test_the_blocks_are_what_their_commands_print():
+def test_the_blocks_equal_the_output_of_their_commands():
     ended = subprocess.run(
         [sys.executable, "docs/tools/pages.py", "--check"],
         cwd=ROOT,
@@ -153,7 +153,7 @@ SETTINGS = (
 
 
 def cells_of_modes() -> dict[tuple[str, Axis], str]:
-    """What the table of modes has for each mode and axis."""
+    """Return the cells of the mode table by mode and axis."""
     table = SPECS_PAGE.split("| mode |")[1].split("\n\n")[0]
     rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]
     return {
@@ -173,7 +173,7 @@ def runs(axis: Axis, placement: Placement, setting: dict[str, object]) -> bool:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_table_of_modes_has_what_runs_on_each_axis_and_nothing_else(axis):
+def test_the_table_of_modes_lists_exactly_the_modes_of_each_axis(axis):
     tuples = (
         Placement(**dict(zip(STATES.values(), modes, strict=True)))
         for modes in product(MODES, repeat=len(STATES))
@@ -194,7 +194,7 @@ def test_the_table_of_modes_has_what_runs_on_each_axis_and_nothing_else(axis):
         assert kept or cell == "–"
 
 
-def test_the_rooms_are_all_there_and_so_are_the_folders_beside_them():
+def test_every_package_and_folder_is_listed():
     text = TEXTS["docs/internals.md"]
     named = set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
     assert named == {path.parent.name for path in (ROOT / "ptrain").glob("*/__init__.py")}
@@ -209,7 +209,7 @@ def test_exactness_is_claimed_for_the_versions_that_are_tested():
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
-def test_what_other_tools_are_said_to_mean_is_a_legal_spec(written):
+def test_settings_of_other_tools_map_to_legal_specs(written):
     name, *overrides = written
     assert require_runnable(load(name, overrides))
 
@@ -251,7 +251,7 @@ def test_the_page_gives_the_stages_of_every_schedule():
         assert f"`{name}`" in key
 
 
-def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
+def test_a_star_in_a_plan_matches_only_a_block_number():
     assert matches_pattern("layers.*", "layers.12")
     assert not matches_pattern("layers.*", "layers.12.mlp") and not matches_pattern(
         "layers.*", "layers.x"

@@ -1,5 +1,5 @@
-"""`benchmarks/results/paper.md` says what the sources say: all of it but the measurements is worked
-out again here, and what was measured is what is predicted."""
+"""`benchmarks/results/paper.md` follows from its sources: everything except the measurements is
+recomputed here, and measurements equal predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_page_is_not_stale(paper):
     assert not paper.differences(), "run: python benchmarks/paper.py --save"
 
 
-def test_every_claim_says_where_it_is_printed_and_why_it_comes_out_so(paper):
+def test_every_claim_names_its_source_and_a_reason(paper):
     for claim in paper.CLAIMS:
         assert claim.where and claim.printed and claim.why and claim.cases, claim.title
 
@@ -31,7 +31,7 @@ def cases_that_hold(paper: ModuleType, claim: Any) -> list[bool]:
     return [paper.holds(case, paper.find(case, measured)) for case in claim.cases]
 
 
-def test_a_condition_stands_where_the_first_row_says_yes_and_another_no(paper):
+def test_a_condition_appears_if_the_first_row_says_yes_and_another_no(paper):
     for claim in paper.CLAIMS:
         held = cases_that_hold(paper, claim)
         assert bool(claim.condition) == (held[0] and not all(held)), claim.title
@@ -40,7 +40,7 @@ def test_a_condition_stands_where_the_first_row_says_yes_and_another_no(paper):
 @pytest.mark.parametrize(
     "title", ["Stage 3 saves 8× over stage 2", "Mixed-precision FSDP is ZeRO-3"]
 )
-def test_a_claim_whose_own_row_says_no_does_not_hold_though_another_row_says_yes(paper, title):
+def test_a_claim_whose_row_says_no_does_not_hold_although_another_row_says_yes(paper, title):
     claim = next(each for each in paper.CLAIMS if each.title == title)
     held = cases_that_hold(paper, claim)
     assert not held[0] and any(held)
@@ -110,7 +110,7 @@ def test_the_corollaries_come_out_as_they_should(paper):
         assert case.figure(*column["exact"]) == pytest.approx(exact, rel=1e-6)
 
 
-def test_what_is_claimed_of_compositions_is_worked_out(paper):
+def test_claims_about_compositions_are_recomputed(paper):
     """By hand: a tied vocabulary of 259 x 128 is held twice; 4 x 2(T - 1) hops a layer and
     micro-batch of tp 8, and the embedding's, the head's, the loss's and the norm's sums."""
     text = paper.PAGE.read_text(encoding="utf-8").partition("## Composition")[2]
@@ -166,7 +166,7 @@ def test_the_digests_factors_are_worked_out(paper):
     assert len(verdicts) == 13
 
 
-def test_what_the_blog_and_the_lecture_claim_is_worked_out(paper):
+def test_claims_of_the_blog_and_the_lecture_are_recomputed(paper):
     verdicts = verdicts_under(paper, "## What the blog and the lecture say")
     assert len(verdicts) == 15
     conditions = [title for title, verdict in verdicts.items() if "condition" in verdict]
@@ -183,7 +183,7 @@ def test_what_the_blog_and_the_lecture_claim_is_worked_out(paper):
     assert "17.9% with 32 micro-batches, 63.6% with 4" in paper.PAGE.read_text(encoding="utf-8")
 
 
-def test_a_claim_of_seconds_that_nobody_predicts_is_undefined_with_the_reason(
+def test_a_claim_of_seconds_without_a_prediction_is_undefined_with_a_reason(
     benchmark_module, monkeypatch
 ):
     seconds = benchmark_module("_paper_seconds")
@@ -198,14 +198,14 @@ def test_a_claim_of_seconds_that_nobody_predicts_is_undefined_with_the_reason(
     assert seconds.section().count("| undefined |") == len(seconds.SECONDS)
 
 
-def test_what_they_claim_of_long_sequences_is_worked_out(paper):
+def test_claims_about_long_sequences_are_recomputed(paper):
     verdicts = verdicts_under(paper, "## What they say of sequences cut over ranks")
     assert verdicts["A ring takes N − 1 steps"].startswith("N blocks and N − 1 hops forward")
     assert verdicts["Zigzag balances what contiguous slices do not"] == "holds"
     assert len(verdicts) == 4
 
 
-def test_what_they_claim_of_experts_is_worked_out(paper):
+def test_claims_about_experts_are_recomputed(paper):
     """By hand: of 8 ranks 7/8 of the rows leave; 64 experts of 3 x 4096 x 14336 beside 1.61e9."""
     verdicts = verdicts_under(paper, "## What they say of experts on ranks of their own")
     assert verdicts["Columns sum gradients, rows route tokens"].startswith("does not hold: the nam")

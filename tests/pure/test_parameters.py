@@ -86,7 +86,7 @@ def test_each_term_of_the_remainder_counts_the_tensors_of_its_name(family):
 
 
 def term_of(name: str) -> str:
-    """The term of the remainder that a tensor belongs to, from its name alone."""
+    """Return the term of the remainder that a tensor belongs to, by its name."""
     module, _, kind = name.rpartition(".")
     roots = {"embed": "embeddings", "positions": "positions", "head": "head"}
     if module.endswith("norm"):

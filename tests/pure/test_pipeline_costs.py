@@ -1,5 +1,5 @@
-"""What the ranks of pp hold of their stages, and what they send: against the whole model's own
-derivation, and by hand."""
+"""Memory and traffic of pipeline ranks, compared with the full model's derivation and hand-written
+figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, index_in_group
-from tests.pure.piped import FULLY, SHAPE, every_model, legal
+from tests.pure.pipeline_specs import FULLY, SHAPE, every_model, legal
 
-MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
+MICRO, SEQUENCE, K = 1, 32, 8  # of `pipeline_specs.spec`
 HIDDEN, VOCAB = SHAPE["hidden"], SHAPE["vocab"]
 FP32, ADAM_STATES, STEP = 4, 2, 4  # bytes, moments, bytes of a tensor's step
 EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal
@@ -34,18 +34,18 @@ def names(facts: ModelFacts) -> Counter[str]:
     return Counter(tensor.name for tensor in facts.tensors)
 
 
-def held(found: Derivation, state: State, rank: int) -> int:
+def held_bytes(found: Derivation, state: State, rank: int) -> int:
     return found.exact.bytes_of(state, rank)
 
 
 def accounts(spec: Spec) -> tuple[tuple[Traffic, ...], ...]:
-    """By place along pp, of the first rank there."""
+    """Return the account of the first rank at each pp coordinate."""
     exact, axes = derive(spec).exact, (Axis.PP,)
     ranks = {index_in_group(spec, rank, axes): rank for rank in reversed(range(spec.world_size))}
     return tuple(exact.of_rank(ranks[place]).traffic for place in sorted(ranks))
 
 
-def over(rows: tuple[Traffic, ...], axis: str, *phases: Phase) -> tuple[Traffic, ...]:
+def traffic_over(rows: tuple[Traffic, ...], axis: str, *phases: Phase) -> tuple[Traffic, ...]:
     return tuple(
         row for row in rows if row.key.axes == (axis,) and row.key.phase in (phases or (*Phase,))
     )
@@ -64,7 +64,7 @@ def test_stages_have_every_tensor_once_and_of_a_tied_one_a_copy_on_the_last(mode
 
 
 @every_model
-def test_the_ends_of_the_model_stand_in_the_end_stages_roots_and_tied_ones_alone(model):
+def test_embedding_and_head_are_in_the_roots_of_the_end_stages(model):
     spec = legal({"pp": 4}, model=model)
     first, *middle, last = (
         {unit.name: [each.name for each in unit.tensors] for unit in part.units}
@@ -95,7 +95,7 @@ def test_gradients_of_a_stage_are_complete_in_the_order_of_the_whole_model(model
 
 @every_model
 @pytest.mark.parametrize("name", ScheduleName)
-def test_without_a_data_axis_a_rank_holds_its_stages_and_nothing_else(model, name):
+def test_without_a_data_axis_a_rank_holds_only_its_stages(model, name):
     spec = legal({"pp": 2}, {"schedule": str(name)}, model=model)
     found, parts = derive(spec), parts_of(spec)
     step = found.plan.pipeline
@@ -104,9 +104,11 @@ def test_without_a_data_axis_a_rank_holds_its_stages_and_nothing_else(model, nam
         own = [parts[stage] for stage in step.stages_of(rank)]
         numel = sum(part.numel for part in own)
         tensors = sum(len(part.tensors) for part in own)
-        assert held(found, State.PARAMETERS, rank) == FP32 * numel
-        assert held(found, State.GRADIENTS, rank) == FP32 * numel
-        assert held(found, State.OPTIMIZER, rank) == ADAM_STATES * FP32 * numel + STEP * tensors
+        assert held_bytes(found, State.PARAMETERS, rank) == FP32 * numel
+        assert held_bytes(found, State.GRADIENTS, rank) == FP32 * numel
+        assert (
+            held_bytes(found, State.OPTIMIZER, rank) == ADAM_STATES * FP32 * numel + STEP * tensors
+        )
 
 
 def test_a_rank_has_buffers_for_each_stage_and_a_steps_tokens_once():
@@ -116,8 +118,8 @@ def test_a_rank_has_buffers_for_each_stage_and_a_steps_tokens_once():
     tables = 2 * SEQUENCE * (HIDDEN // SHAPE["heads"] // 2) * FP32
     tokens, loss = K * MICRO * (SEQUENCE + 1) * 8, 4
     for rank in (0, 1):
-        assert held(one, State.OTHER, rank) == tables + tokens + loss
-        assert held(two, State.OTHER, rank) == 2 * tables + tokens + loss
+        assert held_bytes(one, State.OTHER, rank) == tables + tokens + loss
+        assert held_bytes(two, State.OTHER, rank) == 2 * tables + tokens + loss
 
 
 @pytest.mark.parametrize("axes", [("pp", "dp_shard"), ("dp_shard", "pp")])
@@ -145,7 +147,7 @@ def test_the_data_axes_divide_each_stage_as_they_divide_a_model(axes, tuple_):
 
 
 @pytest.mark.parametrize("name", ScheduleName)
-def test_each_stage_gathers_once_if_nothing_is_said_and_reduces_each_micro_batch(name):
+def test_by_default_each_stage_gathers_once_and_reduces_each_micro_batch(name):
     spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": str(name)})
     step = derive(spec).plan.pipeline
     assert step is not None
@@ -154,7 +156,7 @@ def test_each_stage_gathers_once_if_nothing_is_said_and_reduces_each_micro_batch
         units = sum(len(step.layers[stage]) for stage in step.stages_of(rank)) + roots
         calls = {
             (row.key.collective, row.key.phase): row.calls
-            for row in over(rows, "dp_shard", Phase.FORWARD, Phase.BACKWARD)
+            for row in traffic_over(rows, "dp_shard", Phase.FORWARD, Phase.BACKWARD)
         }
         assert calls == {
             (Collective.ALL_GATHER, Phase.FORWARD): units,
@@ -178,7 +180,9 @@ def test_resharding_multiplies_the_gathers_by_the_micro_batches():
 def test_replicas_sum_each_stages_gradients_once(model):
     """Over pp what DDP reduces is the whole model's, and a tied copy."""
     spec = legal({"pp": 4, "dp_replicate": 2}, model=model, optimizer={"clip": None})
-    reduced = [row for rows in accounts(spec) for row in over(rows, "dp_replicate", Phase.BACKWARD)]
+    reduced = [
+        row for rows in accounts(spec) for row in traffic_over(rows, "dp_replicate", Phase.BACKWARD)
+    ]
     copy = VOCAB * HIDDEN if spec.model.tied else 0
     assert {row.key.collective for row in reduced} == {Collective.ALL_REDUCE}
     assert sum(row.payload_bytes for row in reduced) == FP32 * (built_in_facts(spec).numel + copy)
@@ -204,23 +208,23 @@ def test_everything_is_derived(model, name):
     assert len(found.peak) == 2 * 3  # ranks, phases
 
 
-def test_each_rank_sends_its_own_slice_of_a_tied_head_where_slices_are_unequal():
-    """Rank 1 of the shards has the shorter slice of an odd vocabulary, rank 1 of tp too."""
+def test_each_rank_sends_its_shard_of_a_tied_head_with_unequal_shards():
+    """Rank 1 of the shards has the shorter shard of an odd vocabulary, and so has rank 1 of tp."""
     model = SHAPE | {"tied": True, "vocab": 1001, "kv_heads": 6}
     sharded = derive(legal({"pp": 2, "dp_shard": 2}, model=model)).exact
     assert sharded.account_of == (0, 1, 2, 3)
     for rank, words in enumerate((501, 500, 501, 500)):
-        (row,) = over(sharded.of_rank(rank).traffic, "pp", Phase.UPDATE)
+        (row,) = traffic_over(sharded.of_rank(rank).traffic, "pp", Phase.UPDATE)
         assert row.payload_bytes == words * HIDDEN * FP32 + FP32  # and of the norm
     cut = derive(legal({"dp_shard": 2, "pp": 2, "tp": 2}, model=model)).exact
     for rank in range(8):
-        (row,) = over(cut.of_rank(rank).traffic, "pp", Phase.UPDATE)
+        (row,) = traffic_over(cut.of_rank(rank).traffic, "pp", Phase.UPDATE)
         words = 501 if rank % 2 == 0 else 500
         shards = -(-words // 2), words // 2
         assert row.payload_bytes == shards[rank // 4] * HIDDEN * FP32 + FP32, rank
 
 
-def test_unequal_ranks_and_tied_ends_are_told_beside_the_theorem():
+def test_unequal_ranks_and_tied_embeddings_are_reported_with_the_theorem():
     model = {"model": SHAPE | {"tied": True, "vocab": 1001}}
     spec = legal({"pp": 2}, {"split": [2, 6]}, **model)
     notes = derive(spec).exact.notes
@@ -238,7 +242,7 @@ def test_a_unit_that_is_gathered_is_a_whole_layer_of_a_stage():
     assert alone == beside
 
 
-def test_what_a_step_sends_is_what_one_rank_sends_and_not_each_kind_of_call_of_another():
+def test_the_traffic_of_a_step_is_the_traffic_of_one_rank():
     """Of two stages one sends activations, the other their gradients: K calls of a boundary, and a
     scalar of the norm."""
     found = load("pp-1f1b").spec
@@ -262,14 +266,14 @@ BIASED = {
 
 
 def choices_summed(spec: Spec) -> list[int]:
-    """Return by account the bytes of the all-reduce of what tokens chose."""
+    """Return the bytes of the all-reduce of routing choices by account."""
     return [
         sum(row.payload_bytes for row in rows if row.key.state is State.OTHER)
         for rows in derive(spec).exact.accounts
     ]
 
 
-def test_a_stage_sums_the_choices_of_its_own_layers_with_experts():
+def test_a_stage_reduces_the_choices_of_its_layers_with_experts():
     shape = SHAPE | BIASED | {"layers": 5}
     made = legal({"pp": 3, "ep": 2}, {"split": [2, 1, 2]}, model=shape)
     row = 8 * shape["experts"]  # int64
@@ -281,7 +285,7 @@ def test_a_stage_sums_the_choices_of_its_own_layers_with_experts():
     assert last - first == 2 * shape["experts"] * (FP32 + 8)  # biases and counts
 
 
-def test_a_stage_of_deepseek_v3_with_one_such_layer_sums_2048_bytes():
+def test_a_stage_of_deepseek_v3_with_one_expert_layer_reduces_2048_bytes():
     split = [4, 8, 8, 8, 8, 8, 8, 9]
     made = legal({"pp": 8, "ep": 8}, {"split": split}, model={"preset": "deepseek-v3"})
     summed = choices_summed(made)

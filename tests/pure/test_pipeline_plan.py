@@ -1,4 +1,5 @@
-"""A spec with pp as a plan: stages on their ranks, the drawn schedule, Theorem 7's conditions."""
+"""The plan of a spec with pp: stages by rank, the schedule drawing, and the conditions of Theorem
+7."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh, Parallelize, Pipeline, Plan
 from ptrain.steps.wraps import FullyShard
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 from tests.pure.pipelines import BY_NAME, pipeline
 
 POLICIES = [
@@ -27,24 +28,24 @@ POLICIES = [
 SLICED = {"batch": {"sequence": 30, "accumulate": 8}}
 
 
-def planned(spec: Spec) -> Plan:
+def plan_spec(spec: Spec) -> Plan:
     return derive(spec).plan
 
 
 def step_of(spec: Spec) -> Pipeline:
-    found = planned(spec).pipeline
+    found = plan_spec(spec).pipeline
     assert found is not None
     return found
 
 
 def test_a_model_is_cut_before_operators_are_and_units_are_wrapped():
-    plan = planned(legal({"pp": 2, "dp_shard": 2, "tp": 3}))
+    plan = plan_spec(legal({"pp": 2, "dp_shard": 2, "tp": 3}))
     kinds = [type(step) for step in plan.steps[:4]]
     assert kinds == [CreateMesh, Pipeline, Parallelize, FullyShard]
 
 
 def test_a_spec_without_pp_has_no_stages():
-    plan = planned(legal({"dp_shard": 2}))
+    plan = plan_spec(legal({"dp_shard": 2}))
     assert plan.pipeline is None
     assert not any(isinstance(step, Pipeline) for step in plan.steps)
 
@@ -59,7 +60,7 @@ def test_a_spec_without_pp_has_no_stages():
         ("dualpipev", 4, (0, 1, 1, 0)),
     ],
 )
-def test_each_stage_stands_on_its_rank_with_its_layers(name, stages, rank_of):
+def test_each_stage_is_listed_with_its_rank_and_layers(name, stages, rank_of):
     said = {"schedule": name} | ({"stages": stages} if stages else {})
     step = step_of(legal({"pp": 2}, said | {"split": "layers"}))
     each = 8 // len(rank_of)
@@ -76,7 +77,7 @@ def test_layers_are_cut_as_the_spec_lists_them():
     assert [len(layers) for layers in step_of(legal({"pp": 2}, {"split": [1, 7]})).layers] == [1, 7]
 
 
-def test_heavy_ends_have_fewer_layers_if_nothing_is_said():
+def test_stages_with_embedding_or_head_have_fewer_layers_by_default():
     model = SHAPE | {"vocab": 2000}
     layers = step_of(legal({"pp": 4}, model=model)).layers
     assert [len(each) for each in layers] == [1, 3, 3, 1]
@@ -90,13 +91,13 @@ def test_a_tied_tensor_is_named_where_two_stages_have_it():
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp_shard": 2, "pp": 2}])
 def test_the_norm_is_summed_over_stages(mesh):
-    clip = planned(legal(mesh)).clip
+    clip = plan_spec(legal(mesh)).clip
     assert clip is not None
     assert set(clip.axes) == set(mesh)
 
 
 def test_overflows_of_a_scaled_loss_are_looked_for_on_every_stage():
-    assert Axis.PP in planned(legal({"pp": 2}, precision={"layout": "fp16"})).update.scale_axes
+    assert Axis.PP in plan_spec(legal({"pp": 2}, precision={"layout": "fp16"})).update.scale_axes
 
 
 @pytest.mark.parametrize("size", BY_NAME[ScheduleName.NAIVE], ids=str)
@@ -126,7 +127,7 @@ def test_units_that_are_kept_are_gathered_once_and_others_by_every_micro_batch(n
         ("1f1b", False, [GatherCounts(3, 1), GatherCounts(4, 0)]),
     ],
 )
-def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forward, expected):
+def test_a_policy_for_one_pass_costs_as_the_schedule_requires(name, after_forward, expected):
     made = make_schedule(ScheduleName(name), pipeline(2, 1, 4))
     sync = SyncPolicy(reshard_after_forward=after_forward, reshard_after_backward=not after_forward)
     assert [stage_gathers(made, stage, sync) for stage in (0, 1)] == expected
@@ -134,7 +135,7 @@ def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forw
 
 def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
     spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": "gpipe", "split": [1, 7]})
-    lines = format_plan(spec, planned(spec)).splitlines()
+    lines = format_plan(spec, plan_spec(spec)).splitlines()
     assert any("split the model over pp into 2 stages, 1 per rank" in line for line in lines)
     in_flight = "up to 8 micro-batches in flight"
     assert f"stage    0 on pp 0: input modules, blocks.0; {in_flight}" in lines
@@ -149,21 +150,23 @@ def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
 @pytest.mark.parametrize(
     ("microbatches", "bubble"), [(32, "17.9% of the step, 21.9%"), (4, "63.6% of the step, 175.0%")]
 )
-def test_the_bubble_is_told_in_both_conventions(microbatches, bubble):
+def test_the_bubble_is_shown_in_both_conventions(microbatches, bubble):
     batch = {"sequence": 32, "accumulate": microbatches}
     spec = legal({"pp": 8}, {"schedule": "gpipe"}, batch=batch)
-    assert f"bubble   {bubble} of the ideal time" in format_plan(spec, planned(spec))
+    assert f"bubble   {bubble} of the ideal time" in format_plan(spec, plan_spec(spec))
 
 
-def test_stages_behind_hold_fewer_micro_batches():
+def test_later_stages_hold_fewer_micro_batches():
     spec = legal({"pp": 4})
-    flying = [line for line in format_plan(spec, planned(spec)).splitlines() if "in flight" in line]
+    flying = [
+        line for line in format_plan(spec, plan_spec(spec)).splitlines() if "in flight" in line
+    ]
     assert [int(line.split("up to ")[1].split()[0]) for line in flying] == [4, 3, 2, 1]
 
 
 def test_a_plan_without_pp_draws_nothing():
     spec = legal({"dp_shard": 2})
-    text = format_plan(spec, planned(spec))
+    text = format_plan(spec, plan_spec(spec))
     assert "rank 0" not in text and "bubble" not in text
 
 
@@ -177,25 +180,25 @@ def test_a_plan_without_pp_draws_nothing():
     ],
 )
 @pytest.mark.parametrize("tp", [1, 3])
-def test_both_orders_hold_and_the_plan_says_which_it_is(axes, first, tp):
+def test_both_orders_are_legal_and_the_plan_names_the_order(axes, first, tp):
     mesh = dict.fromkeys(axes, 2) | ({"tp": tp} if tp > 1 else {})
     spec = legal(mesh, **(SLICED if tp > 1 else {}))
-    found = theorem_7(spec, planned(spec))
+    found = theorem_7(spec, plan_spec(spec))
     assert [(each.name, each.holds) for each in found] == [
         (first, True),
         ("Theorem 7.2", True),
         ("Theorem 7.3", True),
     ]
-    assert f"composed {first} holds" in format_plan(spec, planned(spec))
+    assert f"composed {first} holds" in format_plan(spec, plan_spec(spec))
 
 
-def test_no_condition_is_asked_where_no_data_axis_stands_beside_pp():
+def test_without_a_data_axis_pp_has_no_conditions():
     for mesh in ({"pp": 2}, {"dp_shard": 2}, {"pp": 2, "tp": 3}):
         spec = legal(mesh)
-        assert theorem_7(spec, planned(spec)) == ()
+        assert theorem_7(spec, plan_spec(spec)) == ()
 
 
-def test_groups_that_break_a_condition_are_told_apart():
+def test_groups_that_violate_a_condition_are_listed_separately():
     stages = [(0, 1), (2, 3)]
     assert are_consecutive(stages) and not are_consecutive([(0, 2), (1, 3)])
     assert are_within([(0, 1), (2, 3)], stages) and not are_within([(0, 2)], stages)

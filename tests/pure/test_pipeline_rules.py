@@ -1,5 +1,4 @@
-"""What a spec may say of stages and schedules, and which products with pp are legal: each refusal
-names what would be right."""
+"""Keys for stages and schedules, and legal products with pp; each rejection names a fix."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
 from ptrain.steps.wraps import FlatUnits, Form
-from tests.pure.piped import FULLY, SHAPE, spec
+from tests.pure.pipeline_specs import FULLY, SHAPE, spec
 from tests.pure.pipelines import VEES
 
 ADAMW = OptimizerSpec()
@@ -32,7 +31,7 @@ def faults(*arguments, **sections) -> list[tuple[str, str, str]]:
     return [(fault.place, fault.finding, fault.remedy) for fault in found]
 
 
-def test_a_spec_that_says_nothing_has_1f1b_and_a_stage_a_rank_cut_by_parameters():
+def test_by_default_a_spec_has_1f1b_and_one_stage_per_rank_split_by_parameters():
     assert spec({"pp": 4}).pipeline == PipelineSpec()
     said = spec({"pp": 4}).pipeline
     assert (said.schedule, said.split) == (ScheduleName.ONE_F_ONE_B, SplitBy.PARAMETERS)
@@ -49,7 +48,7 @@ def test_a_schedule_made_for_two_stages_a_rank_has_two(name):
     assert not check(made)
 
 
-def test_a_list_says_how_many_stages_there_are():
+def test_a_list_determines_the_number_of_stages():
     made = spec({"pp": 2}, {"schedule": "interleaved", "split": [1, 3, 2, 2]})
     assert made.pipeline == PipelineSpec(
         schedule=ScheduleName.INTERLEAVED, stages=None, split=(1, 3, 2, 2)
@@ -69,7 +68,7 @@ def test_a_list_says_how_many_stages_there_are():
     ],
     ids=str,
 )
-def test_what_is_resolved_loads_to_the_same_spec(said):
+def test_a_resolved_spec_loads_to_the_same_spec(said):
     made = spec({"pp": 2, "dp_shard": 2}, said)
     assert load(made.resolved).spec == made
     written = made.resolved["pipeline"]
@@ -77,7 +76,7 @@ def test_what_is_resolved_loads_to_the_same_spec(said):
     assert ("stages" in written) is ("stages" in said)  # what follows would hinder another mesh
 
 
-def test_a_spec_without_pp_says_nothing_of_it():
+def test_a_spec_without_pp_does_not_mention_it():
     assert "pipeline" not in spec({"dp_shard": 2}).resolved
 
 
@@ -89,7 +88,7 @@ def test_a_spec_without_pp_says_nothing_of_it():
         ({"dp_shard": 2}, FULLY, False),
     ],
 )
-def test_units_that_are_gathered_in_a_pipeline_stay_so_until_the_last_backward(mesh, tuple_, keeps):
+def test_unsharded_units_in_a_pipeline_stay_so_until_the_last_backward(mesh, tuple_, keeps):
     placement = {"pp": "S,S,S,R", "dp_shard": tuple_}
     made = spec(mesh, placement={axis: placement[axis] for axis in mesh})
     assert made.sync.reshard_after_forward is not keeps
@@ -105,7 +104,7 @@ def test_the_other_policy_can_be_written_and_is_legal():
 
 
 @pytest.mark.parametrize("word", ["pipedream", "PipeDream", "async", "pipedream-2BW"])
-def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
+def test_an_asynchronous_pipeline_is_rejected_with_the_reason(word):
     with pytest.raises(SpecError) as raised:
         spec({"pp": 2}, {"schedule": word})
     (fault,) = raised.value.faults
@@ -206,7 +205,7 @@ def test_another_tuple_breaks_a_theorem(modes, theorem):
         ),
     ],
 )
-def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said, found):
+def test_stages_that_the_ranks_or_the_model_do_not_have_are_rejected(degree, said, found):
     ((place, finding, remedy),) = faults({"pp": degree}, said)
     assert place == found[0] and found[1] in finding and found[2] in remedy
 
@@ -229,7 +228,9 @@ def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said
         ),
     ],
 )
-def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, schedule, place, remedy):
+def test_more_stages_than_layers_are_rejected_with_ways_out(
+    layers, degree, schedule, place, remedy
+):
     model = {"model": SHAPE | {"layers": layers}}
     ((found, finding, way),) = faults({"pp": degree}, {"schedule": schedule}, **model)
     assert (found, way) == (place, remedy)
@@ -253,7 +254,7 @@ def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, sched
         ("naive", 1, True),
     ],
 )
-def test_a_schedule_that_lacks_micro_batches_is_refused(name, microbatches, is_enough):
+def test_a_schedule_that_lacks_micro_batches_is_rejected(name, microbatches, is_enough):
     batch = {"sequence": 32, "accumulate": microbatches}
     found = faults({"pp": 4}, {"schedule": name}, batch=batch)
     assert [place for place, _, _ in found] == ([] if is_enough else ["pipeline.schedule"])
@@ -267,7 +268,7 @@ def test_every_zero_stage_is_legal_within_a_pipeline_in_both_orders(axes, tuple_
     assert not check(spec(dict.fromkeys(axes, 2), placement=tuples))
 
 
-def test_tp_may_stand_outside_pp_with_a_warning_of_its_price():
+def test_tp_outside_pp_is_legal_with_a_warning_about_its_cost():
     assert not derive(spec({"dp_replicate": 2, "pp": 2, "tp": 3})).exact.warnings
     assert not faults({"tp": 3, "pp": 2})
     (warning,) = derive(spec({"tp": 3, "pp": 2})).exact.warnings
@@ -277,7 +278,7 @@ def test_tp_may_stand_outside_pp_with_a_warning_of_its_price():
 @pytest.mark.parametrize(
     ("key", "value"), [("schedule", "gpipe"), ("stages", 4), ("split", [4, 4]), ("split", "layers")]
 )
-def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
+def test_a_dial_of_pp_is_rejected_where_nothing_is_cut_into_stages(key, value):
     ((place, finding, _),) = faults({"dp_shard": 2}, {key: value})
     assert place == f"pipeline.{key}" and finding.startswith("has no effect")
     assert not faults({}, {key: value})
@@ -289,7 +290,7 @@ def test_units_that_span_stages_wait(unit, runs):
     assert waiting == ["unit"] * (not runs)
 
 
-def test_an_optimizer_of_whole_matrices_waits_until_stages_tell_them():
+def test_an_optimizer_of_full_matrices_is_not_supported_on_stages():
     (fault,) = find_unsupported(spec({"pp": 2}, optimizer={"name": "muon"}))
     assert fault.place == "optimizer.name"
     assert fault.finding.startswith("not supported yet: muon with pp")
@@ -319,7 +320,7 @@ def test_slices_that_halves_of_a_backward_pass_gather_wait(name, activations):
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_spread_update_is_torch_s_own_on_whole_models_only(degree):
+def test_a_spread_update_is_supported_on_full_models_only(degree):
     mesh = {"pp": degree, "dp_replicate": 2}
     tuples = {"pp": "S,S,S,R", "dp_replicate": "R,S,R,R"}
     asked = spec(mesh, placement={axis: tuples[axis] for axis in mesh})

@@ -18,7 +18,7 @@ from ptrain.spec.cluster import Cluster, Hook
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from tests.pure.build import GATHERED, WHOLE, make_spec
-from tests.pure.paces import HandPace, layer, model
+from tests.pure.hand_made_paces import HandPace, layer, model
 
 SAMPLES = 8
 FORWARD, BACKWARD = 10, 20
@@ -59,13 +59,13 @@ def pipeline(pace: HandPace, ranks: int, microbatches: int, schedule: str = "1f1
     return step(pace, **changes | more)
 
 
-# -- blocks that stand for others
+# -- repeated blocks
 
 
 @pytest.mark.parametrize("sent", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize("dials", [{}, {"prefetch": 2}, {"overlap": "none"}], ids=str)
-def test_a_block_that_stands_for_others_takes_their_time(sent, dials):
-    """Whether computation or the network is in front."""
+def test_a_repeated_block_takes_the_time_of_its_repetitions(sent, dials):
+    """Both if compute and if the network is the bottleneck."""
     mesh = {"mesh": {"dp_shard": 4}, "placement": {"dp_shard": "S*,S,S,R"}, "layers": 24, **dials}
     pace = HandPace(sent=sent, byte=1e-6)
     by_one, all_of_them = (step(pace, plays_all=plays, **mesh) for plays in (False, True))
@@ -106,8 +106,8 @@ def test_the_slowest_stage_decides():
     assert time.spent(Spent.BUBBLE) == pytest.approx(3 * 2 * (FORWARD + BACKWARD))
 
 
-def test_messages_are_under_way_beside_what_is_computed():
-    """gpipe's fill and drain wait for one message a boundary, whatever comes after it."""
+def test_messages_are_transferred_during_compute():
+    """gpipe's fill and drain wait for one message per boundary."""
     free, sending = (pipeline(HandPace(sent=s), 4, 8, "gpipe") for s in (0, 5 / MESSAGE))
     assert sending.seconds - free.seconds == pytest.approx(2 * 3 * 5)
     assert sending.exposed() == {}
@@ -141,7 +141,7 @@ def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
 
 
 @pytest.mark.parametrize("known", [(1, 2), (2,)])
-def test_ranks_that_share_cores_do_together_as_much_as_a_line_says(known: tuple[int, ...]):
+def test_ranks_on_shared_cores_share_their_throughput(known: tuple[int, ...]):
     """Four ranks on two cores, of one thread each: two of them are twice as fast, three as fast as
     two cores are for three. One that is alone is no faster than two, measured or not."""
     fewer = dict.fromkeys(known, HandPace(overlaps=False))
@@ -157,7 +157,7 @@ def test_ranks_that_share_cores_do_together_as_much_as_a_line_says(known: tuple[
     assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
 
 
-def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
+def test_without_rates_of_fewer_ranks_the_assumption_is_reported():
     time = pipeline(HandPace(overlaps=False), 2, 4)
     assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))
     assert "leave their cores idle" in time.assumed[0]
@@ -200,7 +200,7 @@ def test_the_slowest_part_of_operators_decides():
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_collectives_between_operators_are_awaited_where_they_stand(overlaps):
+def test_collectives_between_operators_are_awaited_at_once(overlaps):
     """Two sums of 4 s a layer in each pass, and what a cut product takes of the host: of cores
     beside that, of a device that waits for the sum behind it."""
     sums = (InnerCollective(Collective.ALL_REDUCE, 400, 2),)
@@ -227,7 +227,7 @@ def test_a_pipeline_takes_as_long_as_the_host_that_has_most_to_issue():
     assert hidden.seconds == times[0].seconds
 
 
-def test_a_prediction_without_rates_says_what_gives_them():
+def test_a_prediction_without_rates_names_the_command_that_measures_them():
     estimate = derive(load(of_all({"mesh": {"dp_shard": 1}})).spec).exact
     assert estimate.step is None
     assert "cluster" in estimate.undefined["step_seconds"]
@@ -249,8 +249,8 @@ def test_a_group_counts_the_nodes_that_its_ranks_are_on():
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2"])
-def test_collectives_beside_passes_never_make_a_pipeline_slower(data):
-    """The last micro-batch passes 28 stages, each of which begins a reduction."""
+def test_overlapped_collectives_never_slow_a_pipeline(data):
+    """The last micro-batch passes 28 stages, each of which starts a reduction."""
     written: dict[str, Any] = {
         "model": {"family": "gpt", "layers": 28, "hidden": 18432, "heads": 144, "vocab": 131072},
         "mesh": {"pp": 4, "dp_shard": 48, "tp": 8},

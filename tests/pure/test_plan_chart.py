@@ -1,4 +1,4 @@
-"""`ptrain plan SPEC --chart FILE`: the file, the record, and what is refused before it is made."""
+"""`ptrain plan SPEC --chart FILE`: the file, the record, and rejections before it is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.cli.main import main
 from ptrain.spec.pipeline import ScheduleName
-from tests.pure.piped import SHAPE
+from tests.pure.pipeline_specs import SHAPE
 from tests.pure.pipelines import pipeline
 
 PICTURE = b"a picture"
@@ -39,7 +39,7 @@ def spec(tmp_path):
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[Sheet]:
+def drawn_sheets(monkeypatch) -> list[Sheet]:
     """The sheets that would be drawn, with or without matplotlib."""
     sheets: list[Sheet] = []
 
@@ -59,14 +59,16 @@ def folder(tmp_path) -> Path:
     return made
 
 
-# -------- what is made
+# -------- written files
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "SVG"])
-def test_the_schedule_of_the_spec_is_drawn_into_the_file(spec, drawn, folder, ending, capsys):
+def test_the_schedule_of_the_spec_is_drawn_into_the_file(
+    spec, drawn_sheets, folder, ending, capsys
+):
     chart = folder / f"chart.{ending}"
     assert main(["plan", spec, "--chart", str(chart), "pipeline.schedule=gpipe"]) == 0
-    (sheet,) = drawn
+    (sheet,) = drawn_sheets
     words = [text.text for text in sheet.texts]
     assert words[0] == "piped"
     assert words[1] == "gpipe · ranks: 2 · stages: 2, 1 per rank · micro-batches: 8"
@@ -77,13 +79,13 @@ def test_the_schedule_of_the_spec_is_drawn_into_the_file(spec, drawn, folder, en
     assert f"\nchart    {chart}\n\nNext: ptrain predict " in out
 
 
-def test_picture_and_text_give_the_same_bubble(spec, drawn, folder, capsys):
+def test_picture_and_text_give_the_same_bubble(spec, drawn_sheets, folder, capsys):
     main(["plan", spec, "--chart", str(folder / "a.svg")])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bubble")]
-    assert drawn[0].texts[2].text.split() == line.split()
+    assert drawn_sheets[0].texts[2].text.split() == line.split()
 
 
-def test_the_record_names_the_file(spec, drawn, folder, capsys):
+def test_the_record_names_the_file(spec, drawn_sheets, folder, capsys):
     chart = folder / "a.png"
     assert main(["plan", spec, "--json", "--chart", str(chart)]) == 0
     assert json.loads(capsys.readouterr().out)["chart"] == str(chart)
@@ -91,14 +93,14 @@ def test_the_record_names_the_file(spec, drawn, folder, capsys):
     assert "chart" not in json.loads(capsys.readouterr().out)
 
 
-def test_an_older_picture_is_replaced(spec, drawn, folder):
+def test_an_older_picture_is_replaced(spec, drawn_sheets, folder):
     chart = folder / "a.png"
     chart.write_bytes(b"older")
     assert main(["plan", spec, "--chart", str(chart)]) == 0
     assert chart.read_bytes() == PICTURE
 
 
-# -------- what is refused
+# -------- rejections
 
 
 def refusal(arguments: list[str], capsys) -> str:
@@ -122,7 +124,9 @@ def refusal(arguments: list[str], capsys) -> str:
         ("n" * 300 + ".png", "cannot write: File name too long", "Use another file"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tmp_path, capsys):
+def test_an_impossible_file_is_rejected(
+    name, finding, remedy, spec, drawn_sheets, tmp_path, capsys
+):
     (tmp_path / "folder.png").mkdir()
     before = sorted(tmp_path.rglob("*"))
     message = refusal([spec, "--chart", str(tmp_path / name)], capsys)
@@ -130,16 +134,16 @@ def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tm
     assert finding in message
     assert f"remedy: {remedy}" in message.replace("Use a file name that ", "")
     assert sorted(tmp_path.rglob("*")) == before
-    assert not drawn
+    assert not drawn_sheets
 
 
-def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
+def test_one_file_for_several_specs_is_rejected(spec, drawn_sheets, folder, capsys):
     message = refusal([spec, spec, "--chart", str(folder / "a.png")], capsys)
     assert "draws one spec; got 2" in message
     assert "remedy: Run `ptrain plan` once for each spec." in message
 
 
-def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
+def test_a_spec_without_a_pipeline_is_rejected(drawn_sheets, folder, capsys):
     message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
     assert "zero3 has neither axis" in message
     assert "remedy: Remove it" in message
@@ -154,7 +158,7 @@ def test_without_matplotlib_the_extra_is_named_and_nothing_is_written(spec, fold
     assert not list(folder.iterdir())
 
 
-def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, capsys):
+def test_a_broken_matplotlib_counts_as_missing(spec, folder, capsys):
     with (
         patch("ptrain.charts.canvas.find_spec", lambda name: name),
         patch.dict(sys.modules, {"matplotlib": None}),
@@ -164,7 +168,7 @@ def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, ca
     assert not list(folder.iterdir())
 
 
-def test_a_disk_that_fails_leaves_the_older_picture_and_nothing_else(spec, drawn, folder, capsys):
+def test_a_disk_failure_keeps_the_older_picture(spec, drawn_sheets, folder, capsys):
     chart = folder / "a.png"
     chart.write_bytes(b"older")
     full = OSError(28, "No space left on device")
@@ -209,7 +213,7 @@ def test_a_sheet_becomes_the_same_picture_each_time_whatever_the_user_has_set(ma
 def test_every_schedule_can_be_drawn(name, matplotlib):
     sheet = sheet_of(name, dict(SIZES)[name])
     svg = draw_sheet(sheet, Format.SVG)
-    assert svg.count(b"<!-- ") == len(sheet.texts)  # what each outline says
+    assert svg.count(b"<!-- ") == len(sheet.texts)  # the meaning of each outline
     assert all(f"<!-- {text.text} -->".encode() in svg for text in sheet.texts)
 
 

@@ -1,5 +1,5 @@
-"""What a layout adds to a step beside the states: figures that `ptrain simulate` counts of a model
-of one block of 8 columns (`tests/unit/test_adversary.py` counts them anew)."""
+"""The extra memory of a step by layout, equal to the figures that `ptrain simulate` counts for a
+model of one block of 8 columns (recounted by `tests/unit/test_adversary.py`)."""
 
 from __future__ import annotations
 

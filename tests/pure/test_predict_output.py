@@ -1,4 +1,4 @@
-"""What `ptrain predict` prints: the figures of the paper, ratios, sweeps, and whether it fits."""
+"""The output of `ptrain predict`: the paper's figures, ratios, sweeps, and the fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row(text: str, name: str) -> list[str]:
     return [cell for cell in re.split(r"  +", line.removeprefix(name).strip()) if cell]
 
 
-def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
+def test_the_heading_shows_activation_modes_that_no_tuple_shows():
     def placed(name: str, *overrides: str) -> str:
         return axes_text(load(name, list(overrides)).spec)
 
@@ -49,7 +49,7 @@ def test_the_papers_figures_of_70b_on_8_devices_are_printed(ptrain, spec, memory
 
 
 @pytest.mark.parametrize("spec", ["70b-zero1", "70b-zero2"])
-def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
+def test_exact_sends_245_gb_for_stages_1_and_2_with_a_reason(ptrain, spec):
     text = ptrain("predict", spec, "--explain")
     assert row(text, "total")[1] == "245 GB"
     assert "why exact is not paper" in text
@@ -87,10 +87,10 @@ def test_zero2_against_zero3_differs_in_one_mode(ptrain):
     assert settings == "  parameters: R → S*"
     assert row(text, "traffic, paper")[2] == "3× more"
     assert row(text, "traffic, exact")[2] == "1.5× more"
-    assert "gradients, exact" not in text  # what is equal is not printed
+    assert "gradients, exact" not in text  # equal values are not printed
 
 
-def test_a_spec_without_a_cluster_is_told_how_to_name_one(ptrain, tmp_path):
+def test_a_spec_without_a_cluster_is_answered_with_the_key(ptrain, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
         "model: {preset: llama-tiny}\nmesh: {dp_shard: 2}\nplacement: zero3\n"
@@ -164,7 +164,7 @@ def test_bytes_per_parameter_go_to_16_4_2_and_0_in_a_sweep(ptrain, spec, limit):
     assert found[-1] == pytest.approx(limit, abs=16 / 4096 + 1e-6)
 
 
-def test_what_does_not_fit_says_by_how_much_and_offers_up_to_three_that_fit(ptrain):
+def test_a_misfit_shows_the_missing_memory_and_up_to_three_variants_that_fit(ptrain):
     text = ptrain("predict", "70b-dp")
     assert re.search(r"^Does not fit by \d+ GiB: \d+ GiB of 74.12 GiB per GPU", text, re.MULTILINE)
     record = json.loads(ptrain("predict", "70b-dp", "--json"))
@@ -175,7 +175,7 @@ def test_what_does_not_fit_says_by_how_much_and_offers_up_to_three_that_fit(ptra
         assert each["fits"] is not True or each["spare_bytes"] >= 0
 
 
-def test_an_offered_variant_is_what_its_overrides_give(ptrain):
+def test_an_offered_variant_equals_the_prediction_of_its_overrides(ptrain):
     record = json.loads(ptrain("predict", "70b-dp", "--json"))
     for offered in record["cheaper"]:
         variant = json.loads(ptrain("predict", "70b-dp", *offered["overrides"], "--json"))
@@ -198,7 +198,7 @@ def test_predict_gives_one_record_for_one_spec_and_a_list_for_several(ptrain):
     assert {row["column"] for row in records[0]["memory"]} == {"paper", "exact"}
 
 
-def test_what_a_pair_of_specs_differs_in_is_said_without_defaults_and_in_yamls_words(ptrain):
+def test_the_difference_of_two_specs_is_shown_without_defaults_in_yaml(ptrain):
     before = ptrain("predict", "zero3", "tp-zero3").split("\n\n")[1]
     assert "placement: " in before and "tensor" not in before
     assert "offload." not in ptrain("predict", "zero2", "zero-offload").split("\n\n")[1]
@@ -207,7 +207,7 @@ def test_what_a_pair_of_specs_differs_in_is_said_without_defaults_and_in_yamls_w
     assert "sync.reshard_after_forward: true → false" in keeps
 
 
-def test_a_pipelines_ranks_are_told_one_by_one(ptrain):
+def test_ranks_of_a_pipeline_have_separate_rows(ptrain):
     """20 layers of 70B each, embedding and head at the ends; 1f1b has 4, 3, 2 and 1 in flight."""
     text = ptrain("predict", "70b-3d")
     assert row(text, "pp  ranks")[:4] == ["stages", "layers", "parameters", "optimizer"]
@@ -241,11 +241,11 @@ def test_a_pipelines_record_has_every_state_of_every_rank(ptrain):
     assert {each["rank"] for each in record["peak"] if each["column"] == "exact"} == {*range(128)}
 
 
-def test_without_pp_ranks_are_not_told_one_by_one(ptrain):
+def test_without_pp_ranks_share_one_row(ptrain):
     assert "pp  ranks" not in ptrain("predict", "tp-zero3")
 
 
-def test_what_is_computed_is_printed_with_what_runs_again(ptrain):
+def test_recomputation_is_printed_with_the_operations(ptrain):
     line = "matrix products per rank and step: 1.846 GFLOP forward, 3.827 GFLOP backward"
     plain, again = ptrain("predict", "zero3"), ptrain("predict", "checkpoint-full")
     assert f"{line}\n" in plain
@@ -253,9 +253,7 @@ def test_what_is_computed_is_printed_with_what_runs_again(ptrain):
 
 
 @pytest.mark.parametrize("name", ["zero3", "tp", "pp-1f1b"])
-def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
-    ptrain, monkeypatch, name
-):
+def test_activations_are_unknown_for_attention_that_a_cpu_cannot_train(ptrain, monkeypatch, name):
     monkeypatch.setitem(vars(package), "read_facts", None)  # would trace it
     text = ptrain("predict", name, "attention=flex", "device=cuda", "--explain")
     reason = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
@@ -263,7 +261,7 @@ def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
     assert " MiB without activations of " in text
 
 
-def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
+def test_a_training_prints_no_peak_or_traffic_without_a_prediction():
     flex = {"model": {"preset": "llama-tiny"}, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
     flex |= {"attention": "flex", "device": "cuda", "batch": {"global": 4, "sequence": 32}}
     plain, again = load(flex).spec, load(flex | {"activations": "M"}).spec

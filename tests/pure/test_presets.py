@@ -1,5 +1,5 @@
-"""Presets of specs/models count what their authors publish: a file says what the page of a model's
-weights states; a paper's counts are rounded as it prints them."""
+"""Presets of specs/models have the published parameter counts: exact counts from files, rounded
+counts from papers."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def shape_of(preset: str, *beside: str) -> ModelShape:
     return model
 
 
-def published() -> dict[str, int]:
-    """Return the counts that files say, by preset."""
+def published_counts() -> dict[str, int]:
+    """Return the documented counts by preset."""
     texts = {name: path.read_text(encoding="utf-8") for name, path in list_files("models").items()}
     said = {name: re.search(r"^# ([\d,]+) parameters: ", texts[name], re.M) for name in texts}
     return {name: int(match[1].replace(",", "")) for name, match in said.items() if match}
 
 
-@pytest.mark.parametrize(("preset", "count"), published().items())
-def test_a_preset_counts_what_it_says(preset, count):
+@pytest.mark.parametrize(("preset", "count"), published_counts().items())
+def test_a_preset_has_its_documented_count(preset, count):
     assert facts(shape_of(preset), 1).numel == count
 
 
-def test_most_presets_say_what_is_published():
-    assert len(published()) >= 33
+def test_most_presets_document_a_published_count():
+    assert len(published_counts()) >= 33
 
 
 @pytest.mark.parametrize("preset", OF_PAPERS)
-def test_a_preset_counts_what_its_paper_rounds(preset):
+def test_a_preset_rounds_to_the_count_of_its_paper(preset):
     sequence, published = OF_PAPERS[preset]
     assert facts(shape_of(preset), sequence).numel == pytest.approx(published, rel=ROUNDING)
 
@@ -72,7 +72,7 @@ def test_a_preset_counts_what_its_paper_rounds(preset):
         ("megatron-7b", None),
     ],
 )
-def test_tables_tell_of_presets_whose_operators_are_a_familys(preset, family):
+def test_presets_with_operators_of_a_family_have_tables(preset, family):
     assert shape_of(preset).tabulated is family
 
 
@@ -150,7 +150,7 @@ def test_a_preset_has_the_values_that_its_authors_publish(preset):
     assert said == OF_CONFIGS[preset]
 
 
-def test_the_factors_of_llama3_that_no_preset_writes_are_the_published_ones():
+def test_the_unwritten_factors_of_llama3_equal_the_published_ones():
     shape = shape_of("llama3.1-8b")
     assert (shape.rope_low_factor, shape.rope_high_factor, shape.rope_original) == (1.0, 4.0, 8192)
     assert {shape_of(name).norm_eps for name in ("llama3.1-8b", "mistral-7b", "phi-2")} == {1e-5}
@@ -168,7 +168,7 @@ def test_no_other_preset_scales(preset):
     assert (shape_of(preset).embedding_scale, shape_of(preset).attention_scale) == (None, None)
 
 
-def test_every_gemma_llama_3_and_mistral_is_compared_with_what_is_published():
+def test_every_gemma_llama_3_and_mistral_has_a_published_count():
     compared = ("gemma", "llama3.1", "llama3.2", "mistral")
     assert {name for name in list_files("models") if name.startswith(compared)} <= OF_CONFIGS.keys()
 
@@ -191,9 +191,7 @@ def test_every_gemma_llama_3_and_mistral_is_compared_with_what_is_published():
         ("qwen3-0.6b", "family=gpt", {"rope_base"}),
     ],
 )
-def test_an_override_takes_from_a_preset_what_it_makes_void_and_nothing_else(
-    preset, override, without
-):
+def test_an_override_removes_only_the_preset_options_it_makes_void(preset, override, without):
     usual = {option.name: option.default for option in fields(BlockOptions)}
     before, after = shape_of(preset), shape_of(preset, override)
     gone = {
@@ -226,14 +224,14 @@ def test_an_override_takes_from_a_preset_what_it_makes_void_and_nothing_else(
         ("gemma2-2b", ["global_every=1"], "global_every", ""),
     ],
 )
-def test_what_is_written_beside_a_preset_is_refused_where_it_is_void(preset, beside, place, remedy):
+def test_a_void_option_written_with_a_preset_is_rejected(preset, beside, place, remedy):
     with pytest.raises(SpecError) as refusal:
         shape_of(preset, *beside)
     (fault,) = refusal.value.faults
     assert fault.place == f"model.{place}" and remedy in fault.remedy
 
 
-def test_a_presets_own_void_option_is_refused_whatever_stands_beside_it(tmp_path):
+def test_a_void_option_of_a_preset_is_rejected(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("{layers: 1, hidden: 8, heads: 2, ffn: 8, vocab: 259, rope_factor: 2}")
     with pytest.raises(SpecError, match=r"Remove `model\.rope_factor`"):

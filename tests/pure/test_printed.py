@@ -1,4 +1,4 @@
-"""What the API returns prints as the command line prints it, and its `repr` is short."""
+"""Results of the Python API print like the command line, and their `repr` is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECS = ["zero3", "8b-ddp", "pp-1f1b", "tp-sp"]
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_value_prints_what_its_command_prints(ptrain: Callable[..., str], name: str) -> None:
+def test_a_value_prints_the_output_of_its_command(ptrain: Callable[..., str], name: str) -> None:
     document = api.load(name)
     derivation = api.derive(document.spec)
     assert f"{derivation}\n" == _without_next(ptrain("predict", name))
@@ -25,7 +25,7 @@ def test_a_value_prints_what_its_command_prints(ptrain: Callable[..., str], name
 
 
 def _without_next(text: str) -> str:
-    """Return a screen without its last line, the command to go on with."""
+    """Return a screen without its last line, the next command."""
     screen, _, command = text.rpartition("\nNext: ptrain ")
     assert command.count("\n") == 1
     return screen
@@ -49,7 +49,7 @@ def test_a_repr_is_a_line() -> None:
         assert "\n" not in repr(value) and len(repr(value)) < 120
 
 
-def test_what_is_known_of_a_spec_only_to_its_models_code_is_asked_for_in_python_too() -> None:
+def test_the_python_api_asks_for_the_same_facts_of_a_models_code() -> None:
     spec = api.load("zero3", ["model={target: tests.models_external:necks}"]).spec
     with pytest.raises(Exception, match=r"read_facts\(spec, allow_import=True\)"):
         api.derive(spec)

@@ -1,4 +1,5 @@
-"""What is private in torch stands in one room, by subsystem, with its versions: as a test."""
+"""Private torch APIs are used only in `internals`, by torch component, with the supported
+versions."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from tests.source_tree import SourceTree
 SOURCES = SourceTree(Path(__file__).parents[2])
 MODULES, tree = SOURCES.modules, SOURCES.parsed
 
-# Private in name alone: torch's own documentation and every other project's code stand on them.
+# Private in name only: torch's documentation and other projects use them.
 KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
-# Modules beside `internals` that touch what is private. This list only shrinks.
+# Modules outside of `internals` that use private torch APIs. This list only shrinks.
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.apply",  # calls it, and its like
@@ -21,7 +22,7 @@ TOUCHES_PRIVATE = {
 
 
 def private_names() -> set[str]:
-    """Names that `internals` lists as members of torch, of those that are private."""
+    """Return the private names that `internals` lists as members of torch."""
     return {
         node.value
         for module, path in MODULES.items()
@@ -34,7 +35,7 @@ def private_names() -> set[str]:
 
 
 def touches_private(path: Path, names: set[str]) -> bool:
-    """Whether a module imports from a private module of torch, or reads a private member of it."""
+    """Return True if a module imports a private torch module or reads a private member."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
             module, imported = node.module or "", {alias.name for alias in node.names}
@@ -54,7 +55,7 @@ def touches_private(path: Path, names: set[str]) -> bool:
     return False
 
 
-def test_what_is_private_in_torch_stands_in_internals():
+def test_private_torch_apis_are_wrapped_in_internals():
     names = private_names()
     assert {"_get_fsdp_state", "_disable_current_modes", "_resolve_process_group"} <= names
     touching = {

@@ -1,5 +1,5 @@
-"""A published config.json that is read as a built-in model: all faults at once, and the fields
-without effect by name."""
+"""A published config.json read as a built-in model: all errors together, and ignored fields by
+name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_unknown_kind_does_not_hide_its_code(read: Read) -> None:
         ("gemma2", "kv_lora_rank", 16),
     ],
 )
-def test_a_field_that_adds_a_computation_is_refused(
+def test_a_field_that_adds_a_computation_is_rejected(
     read: Read, kind: str, field: str, value: object
 ) -> None:
     with pytest.raises(SpecError, match=f"{field} is {value}; the built-in model has no "):
@@ -115,7 +115,7 @@ def test_fields_without_effect_are_a_warning_of_predictions(read: Read) -> None:
     assert warning == f"fields of the model's config without effect: {', '.join(named)}"
 
 
-def test_a_field_whose_key_the_spec_sets_is_not_named(read: Read) -> None:
+def test_a_field_that_the_spec_overrides_is_not_listed(read: Read) -> None:
     written = "model.attention_dropout=0.2"
     assert read("llama", written, attention_dropout=0.1).model.ignored == ()
 

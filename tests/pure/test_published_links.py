@@ -1,4 +1,4 @@
-"""Shares of links that reach a collective: published, of the links that a cluster's file names."""
+"""Published collective bandwidths as shares of the link bandwidths in a cluster file."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ptrain.spec.names import find_spec
-from tests.pure.test_compare import verification, written
+from tests.pure.test_compare import verification, write_record
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "gate-a-pull-request.md").read_text(encoding="utf-8")
@@ -55,8 +55,8 @@ def checkout(tmp_path: Path) -> Path:
     for name, text in {"ptrain": PTRAIN, "gh": GH}.items():
         (shims / name).write_text(text)
         (shims / name).chmod(0o755)
-    written(shims / "holds.json", verification("train"))
-    written(shims / "fails.json", verification("train", holds=False))
+    write_record(shims / "holds.json", verification("train"))
+    write_record(shims / "fails.json", verification("train", holds=False))
     repository = tmp_path / "repository"
     repository.mkdir()
     git(repository, "init", "--quiet")
@@ -80,7 +80,7 @@ def git(repository: Path, *words: str) -> str:
 
 
 def run(repository: Path, name: str) -> subprocess.CompletedProcess[str]:
-    """A step as GitHub runs it, by `bash -e`; what it keeps in /tmp is beside the repository."""
+    """Run a step as GitHub does, by `bash -e`, with its /tmp next to the repository."""
     shims, temporary = repository.parent / "shims", repository.parent
     return subprocess.run(
         ["bash", "-e", "-c", commands(name).replace("/tmp/", f"{temporary}/")],
@@ -119,7 +119,7 @@ def test_the_workflow_compares_both_sides_of_a_pull_request_and_comments(checkou
     assert said == f"pr comment 7 --body-file {checkout.parent}/comparison.md\n"
 
 
-def test_a_spec_that_is_refused_ends_the_workflow(checkout):
+def test_a_spec_that_is_rejected_ends_the_workflow(checkout):
     (checkout / "train.yaml").write_text("mesh: {dp_shard: no}\n")
     git(checkout, "commit", "--quiet", "--all", "--message", "a mistake")
     ended = run(checkout, "records of both sides")

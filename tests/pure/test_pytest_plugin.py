@@ -1,5 +1,5 @@
-"""The fixtures for somebody else's tests: there without an import, and without torch until a test
-uses one."""
+"""The pytest fixtures for users: available without an import, and without torch until a test uses
+one."""
 
 from __future__ import annotations
 

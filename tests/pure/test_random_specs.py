@@ -1,5 +1,5 @@
-"""Specs drawn from the declared grammar: every key and every kind of value that it declares can be
-drawn, what is drawn is legal, and a draw is a function of its seed."""
+"""Random specs of the declared grammar: every key and kind of value can be drawn, draws are legal
+and depend only on the seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ptrain.spec.leaf import Leaf, Text
 from ptrain.spec.load import load
 from tests.adversary import key_values as keys
 from tests.adversary.coverage import Coverage
-from tests.adversary.random_specs import drawn
+from tests.adversary.random_specs import random_spec
 
 SEEDS = range(12)
 
 
 def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason():
-    declared = dict(keys.declared())
+    declared = dict(keys.declared_keys())
     drawn, left_out = set(keys.values()), set(keys.LEFT_OUT)
     assert not left_out - set(declared) and not drawn & left_out
     executed = {
@@ -36,7 +36,7 @@ def test_limits_and_texts_are_of_keys_that_there_are():
 
 
 def test_every_kind_of_value_is_one_that_its_key_takes():
-    declared = dict(keys.declared())
+    declared = dict(keys.declared_keys())
     for place, kinds in keys.values().items():
         for kind in kinds:
             value = kind.draw(Random(0))
@@ -45,17 +45,17 @@ def test_every_kind_of_value_is_one_that_its_key_takes():
                 holds.check(value)
 
 
-def test_a_key_of_which_nobody_knows_a_text_is_named():
+def test_a_text_key_without_known_values_is_named():
     with pytest.raises(LookupError, match=r"new\.key: any text will do"):
-        [*keys.of_key("new.key", Text("what is new"))]
+        [*keys.kinds_of_key("new.key", Text("what is new"))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_drawn_is_legal_and_a_function_of_its_seed(seed):
-    draw = drawn(seed)
+def test_random_specs_are_legal_and_depend_only_on_the_seed(seed):
+    draw = random_spec(seed)
     spec = resolve_auto(load(dict(draw.written)))
     assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1
-    assert draw == drawn(seed)
+    assert draw == random_spec(seed)
 
 
 def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has():
@@ -80,6 +80,6 @@ def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has
 def test_a_few_hundred_draws_have_every_key():
     coverage = Coverage()
     for seed in range(300):
-        coverage.add(drawn(seed).written)
+        coverage.add(random_spec(seed).written)
     places = {label.partition("=")[0] for label in coverage.specs}
     assert places == set(keys.values())

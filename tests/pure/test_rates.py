@@ -1,4 +1,4 @@
-"""A cluster's rates: their grammar, and the pace between what was measured."""
+"""The calibration tables of a cluster: grammar, and the cost model between measured points."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def product(*dimensions: int, dtype: DType = DType.FP32, times: int = 1) -> Oper
     return Operator(OperatorKind.PRODUCT, dtype, dimensions, times)
 
 
-def test_what_was_measured_is_what_it_takes():
+def test_measured_points_are_predicted_exactly():
     one, two = pace(1), pace(2)
     for dtype, *shape, alone, beside in RATES["products"]:
         operator = Operator(OperatorKind.PRODUCT, DType(dtype), tuple(shape))
@@ -164,7 +164,7 @@ def test_memory_bound_operators_are_of_the_dtype_that_is_nearest():
     assert {dtype: seconds(dtype) for dtype in DType} == expected
 
 
-def test_an_update_of_other_dtypes_casts_beside_it():
+def test_an_update_in_other_dtypes_includes_its_casts():
     rates = RATES | {"operators": [["copy", "fp32", 6000, 7e-6, 7e-6]]}
     known = pace(rates=rates)
     mixed = LAYOUTS["fsdp-mixed"]  # gradients and moments in fp32 as the master: parameters alone
@@ -179,7 +179,7 @@ def unknown(act: Any) -> str:
     return str(caught.value)
 
 
-def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
+def test_unmeasured_rates_are_unknown_with_the_command_that_measures_them():
     two = pace(2)
     measures = "Run `ptrain calibrate --ranks 2`."
     lacks = "the cluster has no rate for"
@@ -255,7 +255,7 @@ def test_gpus_share_nothing_and_overlap():
 LINKS = [["within", 1e-5, 1e-6, 0.8], ["between", 2e-5, 5e-6, 1.0]]
 
 
-def linked(collective: Collective, ranks: int, nodes: int, payload: int) -> float:
+def link_seconds(collective: Collective, ranks: int, nodes: int, payload: int) -> float:
     bandwidths = {"intra_node_bandwidth": "500 GB/s", "inter_node_bandwidth": "50 GB/s"}
     known = pace(1, rates={"links": LINKS}, kind="cuda", **bandwidths)
     return known.collective_seconds(collective, ranks=ranks, nodes=nodes, payload=payload)
@@ -281,8 +281,8 @@ def linked(collective: Collective, ranks: int, nodes: int, payload: int) -> floa
         (Collective.ALL_REDUCE, 16, 16, 2e-5 + 2 * 4 * 5e-6 + 30 / 16 * 1e9 / 5e10),
     ],
 )
-def test_what_is_published_of_links_gives_a_collective(collective, ranks, nodes, seconds):
-    assert linked(collective, ranks, nodes, 10**9) == pytest.approx(seconds, rel=1e-12)
+def test_a_published_link_bandwidth_gives_a_collective_time(collective, ranks, nodes, seconds):
+    assert link_seconds(collective, ranks, nodes, 10**9) == pytest.approx(seconds, rel=1e-12)
 
 
 def refusal(rates: dict[str, Any]) -> str:
@@ -353,7 +353,7 @@ def refusal(rates: dict[str, Any]) -> str:
         ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the string"),
     ],
 )
-def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):
+def test_a_row_that_is_no_measurement_is_rejected_by_its_place(rates, text):
     assert text in refusal(rates)
 
 
@@ -365,7 +365,7 @@ def test_rates_are_written_as_they_are_read():
     assert cluster(written).rates == known
 
 
-def test_a_file_of_rates_is_read_and_what_is_beside_it_overrides(tmp_path: Path):
+def test_a_rate_file_is_read_and_explicit_keys_override_it(tmp_path: Path):
     file = tmp_path / "rates.yaml"
     file.write_text(to_yaml(RATES), encoding="utf-8")
     known = cluster({"preset": str(file), "hooks": [["ddp_bucket", 7e-5, 8e-5]]})
@@ -385,7 +385,7 @@ def test_named_rates_stay_by_their_name(name):
     assert gathered.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=1, payload=8) > 0
 
 
-def test_the_files_of_gpus_are_what_their_page_makes_them(benchmark_module):
+def test_the_gpu_files_equal_the_output_of_their_generator(benchmark_module):
     writer = benchmark_module("cluster_rates")
     page = writer.PAGE.read_text(encoding="utf-8")
     for name in writer.GPUS:
@@ -410,7 +410,7 @@ def test_another_gpu_takes_as_much_longer_than_its_peaks_as_the_measured_one():
     assert ratio(dispatched) == 1
 
 
-def test_no_product_of_a_derived_gpu_is_nearer_to_its_peak_than_the_measured_ones(benchmark_module):
+def test_no_derived_gpu_product_is_closer_to_its_peak_than_measured_ones(benchmark_module):
     """Small products took the peak itself, and a hair less by rounding."""
     writer = benchmark_module("cluster_rates")
     shares = {}

@@ -43,7 +43,7 @@ OFFLOADED: tuple[dict[str, Any], ...] = (
 MOST = 1.001  # an offload may have a temporary on the device
 
 
-def drawn(draw: Random) -> dict[str, Any]:
+def random_spec(draw: Random) -> dict[str, Any]:
     """Return a spec that need not be legal."""
     axes = [axis for axis in TUPLES if draw.random() < 0.35]
     family = draw.choice(("llama", "gpt"))
@@ -86,7 +86,7 @@ def legal(written: dict[str, Any]) -> Spec | None:
     return None if check(spec) or [*find_unsupported(spec)] else spec
 
 
-def predicted(written: dict[str, Any]) -> Estimate | None:
+def predict_exact(written: dict[str, Any]) -> Estimate | None:
     """Return the exact column of a spec; None if the spec is not legal or its peaks need a
     trace."""
     spec = legal(written)
@@ -105,8 +105,8 @@ def peaks(exact: Estimate) -> list[int]:
 def bases(first: int, number: int) -> Iterator[tuple[dict[str, Any], Estimate]]:
     draw = Random(first)
     while number:
-        written = drawn(draw)
-        if (exact := predicted(written)) is not None:
+        written = random_spec(draw)
+        if (exact := predict_exact(written)) is not None:
             number -= 1
             yield written, exact
 
@@ -138,11 +138,11 @@ class Variant:
 def variants(first: int, number: int) -> Iterator[Variant]:
     for written, plain in bases(first, number):
         for change in (*RECOMPUTED, *OFFLOADED):
-            if (changed := predicted(written | change)) is not None:
+            if (changed := predict_exact(written | change)) is not None:
                 yield Variant(written=written, change=change, plain=plain, changed=changed)
 
 
-def saved(exact: Estimate) -> list[int]:
+def activation_bytes(exact: Estimate) -> list[int]:
     return [row.device_bytes for row in exact.memory if row.state is State.ACTIVATIONS]
 
 
@@ -181,7 +181,7 @@ def check_laws(first: int, number: int) -> None:
     num_exceptions = num_compared = 0
     for variant in variants(first, number):
         num_compared += 1
-        kept, before = saved(variant.changed), saved(variant.plain)
+        kept, before = activation_bytes(variant.changed), activation_bytes(variant.plain)
         assert all(a <= variant.slack * b for a, b in zip(kept, before, strict=True)), variant
         if not variant.rise:
             continue
@@ -211,7 +211,7 @@ def test_they_do_not_in_thousands_of_specs():
 
 
 def over_context(draw: Random) -> dict[str, Any]:
-    written = drawn(draw)
+    written = random_spec(draw)
     written["mesh"] = {axis: 2 for axis in TUPLES if axis == "cp" or draw.random() < 0.3}
     written["placement"] = {axis: draw.choice(TUPLES[axis]) for axis in written["mesh"]}
     written["batch"]["accumulate"] = written["mesh"].get("pp", 1)
@@ -271,7 +271,7 @@ def test_selective_recomputation_keeps_less_than_sharded_saved_inputs(family, de
         derive(load(written | change).spec).exact
         for change in ({}, {"activations": "M", "recompute": "selective"})
     )
-    assert max(saved(selective)) < max(saved(plain))
+    assert max(activation_bytes(selective)) < max(activation_bytes(plain))
     scattered = [
         row.calls
         for exact in (plain, selective)

@@ -1,4 +1,4 @@
-"""`recompute: {budget: SIZE}`: the policy that computes least again and fits."""
+"""`recompute: {budget: SIZE}` chooses the policy with the least recomputation that fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LADDER = [
 ]
 
 
-def said(spec):
+def resolved_policy(spec):
     """`recompute` without its budget, in a word where one is enough."""
     found = dict(spec.resolved["recompute"])
     del found["budget"]
@@ -48,19 +48,19 @@ def peaks(monkeypatch):
     table = {}
 
     def fake(spec):
-        size = table[str(said(spec))] * 2**20
+        size = table[str(resolved_policy(spec))] * 2**20
         peak = (Peak(phase=Phase.BACKWARD, rank=0, device_bytes=size),)
         return SimpleNamespace(exact=Estimate(column=Column.EXACT, world_size=1, peak=peak))
 
     monkeypatch.setattr(recompute, "derive", fake)
-    monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(said(spec)) in table)
+    monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(resolved_policy(spec)) in table)
     table |= {str(rung): 100 - 10 * number for number, rung in enumerate(LADDER)}
     return table
 
 
 def test_the_ladder_goes_from_nothing_recomputed_to_everything():
-    assert [said(spec) for spec in ladder(document().spec)] == LADDER
-    eager = [said(spec) for spec in ladder(document(attention="eager").spec)]
+    assert [resolved_policy(spec) for spec in ladder(document().spec)] == LADDER
+    eager = [resolved_policy(spec) for spec in ladder(document(attention="eager").spec)]
     assert eager == [*LADDER[:2], "attention", *LADDER[2:]]
 
 
@@ -79,12 +79,12 @@ def test_no_rung_computes_less_again_than_the_one_before(changes, sequence):
 
 def test_over_long_sequences_the_scores_cost_more_than_a_third_of_the_blocks():
     spec = document(attention="eager", batch={"global": 8, "sequence": 2048}).spec
-    assert [said(rung) for rung in ladder(spec)].index("attention") == LADDER.index(
+    assert [resolved_policy(rung) for rung in ladder(spec)].index("attention") == LADDER.index(
         {"policy": "full", "every": 2}
     )
 
 
-def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
+def test_every_policy_can_be_chosen_and_reloads_from_the_resolved_spec(peaks):
     tuples = {"dp_shard": ["S*", "S", "S", "M"]}
     for changes in ({}, {"activations": {"0-3": "M", "4-": "O"}}, {"placement": tuples}):
         for spec in ladder(document(**changes).spec):
@@ -96,19 +96,19 @@ def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
 @pytest.mark.parametrize(("budget", "number"), [(200, 0), (100, 0), (99, 1), (79, 3), (50, 5)])
 def test_the_first_that_fits_is_taken(peaks, budget, number):
     found = resolve_auto(document(recompute={"budget": f"{budget} MiB"}))
-    assert said(found) == LADDER[number]
+    assert resolved_policy(found) == LADDER[number]
     assert found.activations.budget == budget * 2**20
     assert (found.activations.block_modes(8) == (PLAIN,) * 8) is (number == 0)
 
 
 def test_a_rung_that_is_known_by_its_trace_alone_is_left_out(peaks):
     del peaks["none"]
-    assert said(resolve_auto(document())) == "selective"
+    assert resolved_policy(resolve_auto(document())) == "selective"
 
 
 def test_blocks_that_are_not_m_stay_as_they_are(peaks):
     spec = resolve_auto(document(activations={"0-3": "M", "4-": "O"}))
-    assert said(spec) == "none"
+    assert resolved_policy(spec) == "none"
     assert spec.resolved["activations"] == {"0-3": "R", "4-": "O"}
 
 
@@ -127,7 +127,7 @@ def refusal(**changes):
     return fault.place, fault.finding, fault.remedy
 
 
-def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
+def test_a_budget_that_nothing_keeps_is_rejected_with_the_smallest_peak(peaks):
     assert refusal(recompute={"budget": "40 MiB"}) == (
         "recompute.budget",
         "40 MiB: the smallest peak that recomputation reaches is 50 MiB, with full",
@@ -138,7 +138,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
     assert finding.endswith("is 60 MiB, with full for every 2 blocks")
 
 
-def test_a_policy_beside_its_budget_keeps_it(peaks):
+def test_an_explicit_policy_overrides_the_budget(peaks):
     written = {"budget": "60 MiB", "policy": "selective"}
     assert refusal(activations="M", recompute=written) == (
         "recompute.budget",
@@ -146,10 +146,12 @@ def test_a_policy_beside_its_budget_keeps_it(peaks):
         "Use `recompute={budget: 62914560}` without a policy, or a larger budget.",
     )
     peaks["selective"] = 60
-    assert said(resolve_auto(document(activations="M", recompute=written))) == "selective"
+    assert (
+        resolved_policy(resolve_auto(document(activations="M", recompute=written))) == "selective"
+    )
 
 
-def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
+def test_unknown_peaks_are_rejected_as_a_basis(peaks):
     peaks.clear()
     place, finding, remedy = refusal()
     assert place == "recompute.budget"

@@ -1,4 +1,4 @@
-"""The result record and the verdict, on accounts made by hand."""
+"""The result record and the verdict, for hand-written accounts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def failing(measured: Estimate) -> list[str]:
     return [check.name for check in compare_estimates(EXACT, measured) if not check.holds]
 
 
-def test_of_what_is_not_predicted_there_is_no_check_and_the_verdict_says_so():
+def test_figures_without_a_prediction_have_no_check_and_a_note():
     untold = replace(
         EXACT,
         memory=tuple(
@@ -200,7 +200,7 @@ def test_a_column_without_figures_is_null_with_its_reason():
     assert result_record("tiny", (paper,))["undefined"] == {"paper": {"traffic": "no theorem"}}
 
 
-def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
+def test_a_run_is_not_compared_with_assumptions_about_data_but_fake_ranks_are():
     why = dict.fromkeys(("activations", "peak", "traffic dp_shard all_gather"), "evenly")
     exact = replace(EXACT, assumed=why)
     other = [replace(row, device_bytes=row.device_bytes + 1) for row in MEASURED.peak]
@@ -217,7 +217,7 @@ def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
     assert decode_record(written).estimates[Column.EXACT].assumed == why
 
 
-def test_what_was_derived_from_the_counts_of_a_run_is_compared_and_marked():
+def test_predictions_from_the_counts_of_a_run_are_compared_and_marked():
     assumes = dict.fromkeys(("activations", "peak", "traffic dp_shard all_gather"), "evenly")
     exact = replace(EXACT, assumed=assumes)
     counts = dict.fromkeys(assumes, "by the routers of step 3")
@@ -251,7 +251,7 @@ def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():
     assert verdict_line(checks, torch="2.99.0").endswith("not claimed for torch 2.99.0")
 
 
-def test_a_record_reads_back_as_what_it_was_made_of():
+def test_a_record_reads_back_equal():
     checks = compare_estimates(EXACT, MEASURED)
     account = decode_record(
         json.loads(json.dumps(result_record("tiny", (EXACT, MEASURED), checks=checks)))
@@ -272,7 +272,7 @@ def test_operations_are_in_the_record_and_read_back():
     assert decode_record(written).estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
 
 
-def test_what_was_on_the_wire_and_who_waited_read_back_and_are_shown_again():
+def test_wire_bytes_and_wait_times_read_back_and_print():
     wire = tuple(Wire(axes=KEY.axes, rank=rank, sent_bytes=150) for rank in range(2))
     blocked = tuple(Blocked(axes=KEY.axes, rank=rank, seconds=0.25) for rank in range(2))
     timed = replace(MEASURED, blocked=blocked)

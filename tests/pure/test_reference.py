@@ -1,4 +1,4 @@
-"""A key is declared in one place: what reads, writes and explains it follows from there."""
+"""A key is declared once: reading, writing and documentation follow from the declaration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows() -> dict[str, KeyRow]:
     return {row.place: row for row in iter_key_rows()}
 
 
-def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
+def test_every_key_of_the_grammar_has_a_row_with_type_and_meaning():
     assert {place.split(".")[0] for place in rows()} == set(section_keys(SpecRaw))
     assert all(row.takes and len(row.about) > 5 for row in rows().values())
 
@@ -79,7 +79,7 @@ def test_values_that_are_not_supported_yet_are_marked():
         ("unit", "block, sub-block, n blocks or model, or null", "–"),
     ],
 )
-def test_a_row_says_what_a_file_has(place, takes, default):
+def test_a_row_describes_the_form_in_a_file(place, takes, default):
     row = rows()[place]
     assert (row.takes, row.default) == (takes, default)
 
@@ -90,8 +90,8 @@ def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
         assert str(resolved[place]) == rows()[place].default
 
 
-def test_what_file_and_resolved_spec_have_alike_is_the_same_field():
-    """A key that is added to `Keys`, or to a section of it, is read and written by that alone."""
+def test_keys_of_files_and_resolved_specs_are_one_field():
+    """A key added to `Keys`, or to a section of it, is read and written by that alone."""
     assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(Spec)}
     assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(SpecRaw)}
 
@@ -107,7 +107,7 @@ def test_a_section_is_written_as_the_mapping_that_loads_to_it(tmp_path):
     assert section_mapping(spec.optimizer)["clip"] is None
 
 
-def test_every_dial_can_be_set_to_what_all_placements_obey():
+def test_every_option_can_be_set_to_a_value_that_all_placements_accept():
     spec = load("zero3").spec
     for dial in data_axis_dials():
         assert dial.is_free(dial.replace_value(spec, dial.dial.free))
@@ -158,7 +158,7 @@ def test_a_slip_gets_one_suggestion_in_the_form_of_the_command_line(argument, me
     assert remedy(argument) == meant
 
 
-def test_in_a_file_the_suggestion_is_what_the_file_has(tmp_path):
+def test_a_suggestion_uses_the_form_of_the_file(tmp_path):
     file = tmp_path / "own.yaml"
     text = to_yaml(load("zero3").spec.resolved).replace("precision: {layout: fp32}", "")
     file.write_text(f"{text}\nprecision: bf16\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A training that is refused leaves nothing behind, and says what would be right."""
+"""A rejected training leaves no files and names a fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import require_file_tier, unusable_folder_error
 from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, mark_as_latest, resume_candidates
-from tests.pure.run_folders import opened, trained
+from tests.pure.run_folders import open_folder, write_run
 
 SPEC_WITH_PROFILE = """\
 name: profiled
@@ -65,7 +65,7 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
         ("", RuntimeError("no room"), "is not writable: no room"),
     ],
 )
-def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
+def test_an_unwritable_folder_is_rejected_with_a_reason(folder, error, finding, tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / folder
     (fault,) = unusable_folder_error(str(path), error).faults
@@ -91,7 +91,7 @@ def test_only_states_in_files_need_their_folder(placement, tmp_path):
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `ptrain train` says where it refuses; it has made no run folder."""
+    """Return the message with which `ptrain train` rejects a run; it has made no run folder."""
     before = tree(Path())
     assert main(["train", *arguments]) == 2
     assert tree(Path()) == before
@@ -102,7 +102,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def tree(root: Path) -> dict[str, bytes | str | None]:
-    """Every path below `root`, with its content."""
+    """Return every path below `root` with its content."""
     return {
         str(path): os.readlink(path)
         if path.is_symlink()
@@ -117,16 +117,16 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
 
 
 def test_latest_is_a_run_that_began_to_train(here):
-    first = opened().folder
+    first = open_folder().folder
     assert not (here / "runs" / "latest").is_symlink()
     mark_as_latest(first)
     assert os.readlink(here / "runs" / "latest") == first.path.name
 
 
-def test_a_run_that_is_refused_leaves_no_folder_and_latest_alone(here):
-    mark_as_latest(opened().folder)
+def test_a_run_that_is_rejected_leaves_no_folder_and_latest_alone(here):
+    mark_as_latest(open_folder().folder)
     before = tree(here)
-    refused = opened()
+    refused = open_folder()
     (refused.folder.path / "logs" / "rank0.error.json").write_text("{}")
     refused.folder.metrics.touch()
     mark_as_latest(refused.folder)
@@ -135,19 +135,19 @@ def test_a_run_that_is_refused_leaves_no_folder_and_latest_alone(here):
 
 
 def test_the_first_run_of_all_leaves_no_runs_either(here):
-    opened().withdraw()
+    open_folder().withdraw()
     assert not any(here.iterdir())
 
 
 def test_a_given_folder_is_left_as_it_was(here):
     (here / "empty").mkdir()
     for given in ("empty", "new/deep"):
-        opened(Path(given)).withdraw()
+        open_folder(Path(given)).withdraw()
     assert [path.name for path in here.rglob("*")] == ["empty"]
 
 
 def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(here):
-    claim = opened(here / "run")
+    claim = open_folder(here / "run")
     claim.lock.release()
     run = claim.folder
     run.summary.write_text("{}")
@@ -155,7 +155,7 @@ def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(he
     run.log(0).write_text("one\n")
     (run.path / "spec.resolved.yaml").write_text("name: before\n")
     before = tree(here)
-    again = opened(run.path, resuming=True)
+    again = open_folder(run.path, resuming=True)
     assert tree(here) != before
     again.folder.error(0).write_text("{}")
     again.withdraw()
@@ -163,13 +163,13 @@ def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(he
 
 
 def test_a_run_that_did_a_step_is_kept_whatever_ends_it(here):
-    claim = opened()
+    claim = open_folder()
     claim.folder.metrics.write_text('{"step": 1}\n')
     claim.withdraw()
     assert (claim.folder.path / "spec.resolved.yaml").exists()
 
 
-def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys):
+def test_an_invalid_run_folder_is_rejected_with_its_kind(here, capsys):
     (here / "file").touch()
     (here / "used").mkdir()
     (here / "used" / "a").touch()
@@ -195,49 +195,49 @@ def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys
         ("empty", "error: --resume empty: contains no checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused_with_what_it_is(here, capsys, asked, finding):
+def test_an_invalid_checkpoint_is_rejected_with_its_kind(here, capsys, asked, finding):
     (here / "file").touch()
     (here / "empty").mkdir()
     assert finding in refusal(capsys, "zero3", "--resume", asked)
 
 
 @pytest.mark.parametrize("asked", ["runs/a", "runs/latest", "runs/a/checkpoints/step-00000004"])
-def test_a_training_that_is_done_is_refused_before_a_folder_is_made(here, capsys, asked):
-    trained(here / "runs" / "a", 2, 4)
+def test_a_training_that_is_done_is_rejected_before_a_folder_is_made(here, capsys, asked):
+    write_run(here / "runs" / "a", 2, 4)
     (here / "runs" / "latest").symlink_to("a")
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", asked)
     assert "already at step 4 of 4\n  remedy: Set `train.steps` to more than 4" in told
 
 
-def test_another_model_is_refused_before_a_folder_is_made(here, capsys):
-    trained(here / "runs" / "a", 4, model={"hidden": 7})
+def test_another_model_is_rejected_before_a_folder_is_made(here, capsys):
+    write_run(here / "runs" / "a", 4, model={"hidden": 7})
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert "checkpoint runs/a/checkpoints/step-00000004: error: model: " in told
     assert "hidden: 7" in told
 
 
-def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
-    (path,) = trained(here / "runs" / "a", 4)
+def test_a_damaged_checkpoint_is_reported_once_as_damaged(here, capsys):
+    (path,) = write_run(here / "runs" / "a", 4)
     (path / "__0_0.distcp").write_bytes(bytes(10))
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert told.count("__0_0.distcp: has 10 bytes, but 64 were written") == 1
     assert "its only checkpoint cannot be used" in told
     assert "checkpoint.every" not in told
-    trained(here / "runs" / "a", 8)
+    write_run(here / "runs" / "a", 8)
     (here / "runs/a/checkpoints/step-00000008" / manifest.NAME).write_text("{")
     told = refusal(capsys, "zero3", "--resume", "runs/a")
     assert "none of its 2 checkpoints can be used" in told
     assert "step-00000008" in told and "step-00000004" in told
 
 
-def test_an_older_sound_checkpoint_is_what_counts(here, capsys):
-    _, newer = trained(here / "runs" / "a", 4, 8)
+def test_an_older_valid_checkpoint_is_used(here, capsys):
+    _, newer = write_run(here / "runs" / "a", 4, 8)
     (newer / "__0_0.distcp").unlink()
     assert "already at step 4 of 3" in refusal(capsys, "train.steps=3", "--resume", "runs/a")
 
 
-def test_auto_is_the_run_of_its_own_folder_and_no_other(here, capsys):
-    trained(here / "runs" / "20260101-000000-zero3", 4)
+def test_auto_resumes_only_the_run_of_its_folder(here, capsys):
+    write_run(here / "runs" / "20260101-000000-zero3", 4)
     assert resume_candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
     assert "error: --resume auto: auto continues the run in --run-dir" in told
@@ -249,21 +249,21 @@ def test_auto_is_the_run_of_its_own_folder_and_no_other(here, capsys):
 # -- two trainings in one folder
 
 
-def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_first(here, capsys):
-    claim = opened(here / "run")
+def test_a_second_training_in_a_run_folder_is_rejected_with_the_process_of_the_first(here, capsys):
+    claim = open_folder(here / "run")
     for resuming in ([], ["--resume", "auto"]):
         text = refusal(capsys, "zero3", "--run-dir", "run", *resuming)
         assert f"another training uses this folder: process {os.getpid()} on " in text
     claim.lock.release()
     claim.lock.release()
-    opened(here / "run", resuming=True).withdraw()
+    open_folder(here / "run", resuming=True).withdraw()
     assert not (here / "run" / folder.LOCK_NAME).exists()
 
 
 # -- the file tier, options
 
 
-def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, capsys):
+def test_a_folder_that_takes_no_files_is_rejected_before_a_rank_starts(here, capsys):
     (here / "file").touch()
     for path, finding in (
         ("/proc", "is not writable"),
@@ -274,24 +274,24 @@ def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, caps
         assert f"error: offload.path: {path}: {finding}" in told
 
 
-def test_two_specs_are_refused_with_both(here, capsys):
+def test_two_specs_are_rejected_with_both(here, capsys):
     assert "expected one SPEC; got zero3 and ddp" in refusal(capsys, "zero3", "ddp")
 
 
 # -- validate
 
 
-class Reached(PtrainError):
+class TrainingStarted(PtrainError):
     """A training would start."""
 
 
 def test_a_run_that_was_profiled_late_is_validated_without_its_profile(here, monkeypatch):
     def train(*_: object, **__: object) -> None:
-        raise Reached
+        raise TrainingStarted
 
     monkeypatch.setattr(validate, "train", train)
     (here / "spec.yaml").write_text(SPEC_WITH_PROFILE)
-    with pytest.raises(Reached):
+    with pytest.raises(TrainingStarted):
         validate.run(Namespace(arguments=["spec.yaml"], json=False, allow_import=False))
     assert main(["validate", "spec.yaml", "profile=[6]"]) == 2
 

@@ -1,4 +1,4 @@
-"""Equal blocks that are played once come to what every block played by itself comes to."""
+"""Repeated blocks replayed once give the result of replaying every block."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def every_block(
 
 
 def difference(spec: Spec) -> str:
-    """What is another figure where every block and every stage is played by itself."""
+    """Return the figures that change if every block and every stage is replayed."""
     once = derive(spec).exact
     with ExitStack() as patches:
         patches.enter_context(patch.object(in_flight, "represent", every_block))
@@ -78,7 +78,7 @@ def difference(spec: Spec) -> str:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_block_that_stands_for_its_equals_comes_to_what_they_come_to(name):
+def test_a_repeated_block_has_the_figures_of_its_repetitions(name):
     specs = [legal(name, *overrides) for overrides in DIALS.values()]
     assert sum(spec is not None for spec in specs) >= 3
     assert not any(difference(spec) for spec in specs if spec is not None)
@@ -94,7 +94,7 @@ def test_a_block_that_stands_for_its_equals_comes_to_what_they_come_to(name):
     ],
     ids=lambda words: words[-1],
 )
-def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(words):
+def test_the_backlog_of_transfers_equals_the_backlog_of_all_blocks(words):
     mesh = ["mesh={dp_shard: 2}", "model.layers=12", "cluster.preset=h100-64"]
     batch = ["batch={global: 16, micro: 2, sequence: 1024}"]
     spec = require_runnable(load("70b-zero3", [*mesh, *batch, *words]))
@@ -105,7 +105,7 @@ def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(word
     assert once.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 
-def test_gathers_that_take_longer_than_the_updates_beside_them_are_awaited_once():
+def test_gathers_longer_than_the_overlapped_updates_are_awaited_once():
     spec = legal("7b5-zero2", "mesh.dp_shard=64", "sync.gradients=last")
     assert spec is not None
     once = derive(spec).exact.step
@@ -140,13 +140,13 @@ def test_units_of_a_block_take_turns_when_a_half_is_over(schedule):
 
 
 @pytest.mark.parametrize("split", ["[4, 8, 8, 20]", "[10, 10, 10, 10]", "[9, 13, 9, 9]"])
-def test_equal_stages_are_as_if_taken_apart_one_by_one(split):
+def test_equal_stages_have_the_figures_of_separate_ones(split):
     mesh = ["mesh={pp: 4, dp_shard: 3}", f"pipeline.split={split}", "batch.global=24"]
     spec = legal("pp-zero3", *mesh)
     assert spec is not None and not difference(spec)
 
 
-def test_parts_of_different_size_cost_ranks_no_more_than_equal_ones():
+def test_shards_of_different_sizes_cost_no_more_than_equal_ones():
     """Slices of an odd vocabulary differ; what a rank has is put together by kind."""
 
     def work(replicas: int) -> int:
@@ -158,7 +158,7 @@ def test_parts_of_different_size_cost_ranks_no_more_than_equal_ones():
     assert work(512) < 4 * work(64)
 
 
-def test_a_kept_unit_counts_for_all_that_it_stands_for():
+def test_a_resident_unit_counts_for_all_its_repetitions():
     """Units that stay gathered are there when forward is over, every one of them."""
     spec = legal("zero3-keep")
     assert spec is not None
@@ -171,7 +171,7 @@ def test_a_kept_unit_counts_for_all_that_it_stands_for():
     assert max(transient) > 1.9 * max(less)
 
 
-def entered(spec: Spec) -> int:
+def count_unit_entries(spec: Spec) -> int:
     """How often a unit of FSDP2 is entered in the prediction of a step."""
     calls: list[Any] = []
     enter = FullySharded.enter
@@ -189,7 +189,7 @@ def entered(spec: Spec) -> int:
 def test_more_equal_blocks_are_no_more_work(name):
     short, long = (legal(name, f"model.layers={layers}") for layers in (24, 96))
     assert short is not None and long is not None
-    assert 0 < entered(short) == entered(long)
+    assert 0 < count_unit_entries(short) == count_unit_entries(long)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,6 @@ def test_more_equal_blocks_are_no_more_work(name):
         ("abababab", 1, tuple((place, 1) for place in range(8))),
     ],
 )
-def test_the_ends_of_a_row_of_equal_blocks_are_played_by_themselves(kinds, apart, expected):
+def test_the_first_and_last_of_equal_blocks_are_replayed_separately(kinds, apart, expected):
     assert played_places(kinds, apart) == expected
     assert sum(times for _, times in expected) == len(kinds)

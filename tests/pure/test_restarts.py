@@ -1,4 +1,4 @@
-"""Who writes into a run folder, and what ranks that are started anew go on with."""
+"""Locks of run folders, and the state that restarted ranks resume from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.errors import RankFailed, SpecError
 from ptrain.train import failure, folder, options
 from ptrain.train.folder import RunFolder, apply_agent_restart, is_run_of_agent, mark_as_latest
 from ptrain.train.options import Options
-from tests.pure.run_folders import opened, trained
+from tests.pure.run_folders import open_folder, write_run
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_does_not_prevent_training(tmp_path, monkeypatch):
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -86,8 +86,8 @@ def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(here, monkeypatch):
-    first = opened()
+def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkeypatch):
+    first = open_folder()
     first.lock.release()
     mark_as_latest(first.folder)
     (here / "runs" / "z").mkdir()
@@ -103,37 +103,37 @@ def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(he
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_what_was_to_be_continued_is_so_until_the_run_has_written_checkpoints_itself(here):
-    trained(here / "run", 10, 50)
-    for _ in range(2):  # the second attempt finds what the first one found
-        opened(here / "run", resuming=True).lock.release()
+def test_resume_applies_until_the_run_has_written_checkpoints(here):
+    write_run(here / "run", 10, 50)
+    for _ in range(2):  # the second attempt starts from the same checkpoint
+        open_folder(here / "run", resuming=True).lock.release()
         options = Options(spec="zero3", run_dir=Path("run"), resume="run/checkpoints/step-00000010")
         assert apply_agent_restart(options).resume == options.resume
-    trained(here / "run", 20)
+    write_run(here / "run", 20)
     assert apply_agent_restart(options).resume == "auto"
 
 
 @pytest.mark.usefixtures("by_agent")
-def test_a_folder_that_the_first_attempt_was_refused_is_not_taken_over(here, monkeypatch):
+def test_a_folder_that_the_first_attempt_was_rejected_is_not_taken_over(here, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.delenv("TORCHELASTIC_RUN_ID")
-        opened(here / "run").lock.release()
+        open_folder(here / "run").lock.release()
     options = Options(spec="zero3", run_dir=here / "run")
     assert apply_agent_restart(options) == options
     assert not is_run_of_agent(here / "run", "")
 
 
-def test_a_first_attempt_is_as_it_was_told(here):
+def test_a_first_attempt_follows_its_options(here):
     options = Options(spec="zero3", run_dir=Path("run"))
     assert apply_agent_restart(options) is options
 
 
-def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch):
-    claim = opened(here / "run")
+def test_a_rejected_run_is_removed_under_its_lock(here, monkeypatch):
+    claim = open_folder(here / "run")
 
     def put_back(*_: object) -> None:
         with pytest.raises(SpecError, match="another training uses this folder"):
-            opened(here / "run", resuming=True)
+            open_folder(here / "run", resuming=True)
 
     monkeypatch.setattr(folder, "read_latest", put_back)
     claim.withdraw()
@@ -150,13 +150,13 @@ def test_a_signal_while_a_failed_attempt_is_ended_ends_the_job(tmp_path, monkeyp
     assert failure.launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
 
 
-def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monkeypatch, capsys):
+def test_only_ptrains_launcher_restarts_failed_ranks(here, monkeypatch, capsys):
     resumed = []
 
     def fails(argv: list[str], **_: object) -> int:
         resumed.append(options.parse_options(argv).resume)
         if len(resumed) == 2:
-            trained(options.parse_options(argv).run_dir, 4)
+            write_run(options.parse_options(argv).run_dir, 4)
         raise RankFailed("error: rank 1 was killed")
 
     monkeypatch.setattr(train, "launch_ranks", fails)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ptrain.train.folder import _revision as revision
-from tests.pure.run_folders import opened
+from tests.pure.run_folders import open_folder
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -37,7 +37,7 @@ def test_a_run_runs_nothing_that_the_repository_configures(repository, monkeypat
     monitor.chmod(0o755)
     git(repository, "config", "core.fsmonitor", str(monitor))
     monkeypatch.chdir(repository)
-    claim = opened()
+    claim = open_folder()
     recorded = json.loads((claim.folder.path / "env.json").read_text())
     claim.lock.release()
     assert not ran.exists()
@@ -61,7 +61,7 @@ def test_the_commit_is_found_however_it_is_named(repository, words):
     assert revision(repository) == revision(repository / "inner") == head
 
 
-def test_a_worktree_has_its_own_commit(repository):
+def test_a_worktree_has_its_commit(repository):
     tree = repository.parent / "tree"
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
     git(tree, "commit", "-q", "--allow-empty", "-m", "second")
@@ -74,7 +74,7 @@ def test_a_worktree_has_its_own_commit(repository):
 @pytest.mark.parametrize(
     "head", ["", "ref: refs/heads/none", "ref: ../../secret", "no commit", "ref: HEAD", "\0"]
 )
-def test_what_names_no_commit_gives_none(repository, head):
+def test_an_invalid_reference_gives_no_commit(repository, head):
     (repository.parent / "secret").write_text("a" * 40)
     (repository / ".git" / "HEAD").write_text(head)
     assert revision(repository) is None

@@ -12,7 +12,7 @@ from ptrain.report.routing import (
     routing_rows,
     routing_text,
 )
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.pure.build import make_spec
 
 EVEN = LayerRouting(layer="blocks.0.mlp", tokens=(6, 6, 6, 6), dropped=0, entropy=1.0)
@@ -44,7 +44,7 @@ def test_a_record_has_each_layer_with_the_load_of_its_experts_and_of_the_ranks()
 
 
 def test_of_models_with_experts_alone_something_is_logged() -> None:
-    assert is_routing_recorded(spec_of("top-1")) and not is_routing_recorded(make_spec({}))
+    assert is_routing_recorded(expert_spec("top-1")) and not is_routing_recorded(make_spec({}))
 
 
 def test_of_a_step_that_was_trained_twice_the_last_is_drawn(tmp_path) -> None:

@@ -1,5 +1,5 @@
-"""Schedules as data: each does a step's work once and ends; a broken one says whose action is
-wrong; what a schedule needs is refused clearly; and the drawings."""
+"""Schedules as data: each executes one step, an invalid one is rejected with the action's rank, and
+impossible requests are rejected; drawings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_microbatch_runs_forward_and_backward_once_on_every_stage(name):
 
 
 @every_schedule
-def test_nothing_starts_before_what_it_needs_has_come(name):
+def test_no_action_starts_before_its_dependencies(name):
     for size in BY_NAME[name]:
         made = make_schedule(name, size)
         timeline = simulate(made, costs_of(made, StageCost(), communication=2)).timeline
@@ -63,7 +63,8 @@ def test_nothing_starts_before_what_it_needs_has_come(name):
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """Written again here: what an action needs, a backward in every form that it could have."""
+    """Return the actions that an action depends on, for every form of a backward pass, written
+    independently."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return [Action(Kind.FORWARD, stage - 1, microbatch)]
@@ -93,7 +94,7 @@ def test_every_schedule_ends_whatever_its_stages_cost(data):
 
 
 @pytest.mark.parametrize("name", ONE_STAGE)
-def test_schedules_of_one_stage_a_rank_refuse_two(name):
+def test_schedules_of_one_stage_a_rank_reject_two(name):
     with pytest.raises(SpecError) as caught:
         make_schedule(name, pipeline(4, 2, 8))
     (fault,) = caught.value.faults
@@ -106,7 +107,7 @@ def test_schedules_of_one_stage_a_rank_refuse_two(name):
 
 @pytest.mark.parametrize("name", VEES)
 @pytest.mark.parametrize("per_rank", [1, 3])
-def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
+def test_a_v_rejects_any_number_of_stages_but_two_a_rank(name, per_rank):
     found = list(schedule_faults(name, pipeline(2, per_rank, 12)))
     assert [fault.place for fault in found] == ["pipeline.stages"]
     assert "2 stages per rank" in found[0].finding and found[0].remedy.startswith(
@@ -118,7 +119,7 @@ def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
     ("name", "per_rank", "least"),
     [(ScheduleName.ONE_F_ONE_B, 1, 4), (ScheduleName.DUALPIPEV, 2, 8)],
 )
-def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_rank, least):
+def test_too_few_microbatches_are_rejected_with_how_many_are_needed(name, per_rank, least):
     (fault,) = schedule_faults(name, pipeline(4, per_rank, least - 1))
     assert f"{name} needs at least {least} micro-batches per step" in fault.finding
     assert f"to get {least}, or use `pipeline.schedule=" in fault.remedy
@@ -128,7 +129,7 @@ def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_ran
 
 
 @pytest.mark.parametrize("name", [ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE])
-def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
+def test_unequal_rounds_are_rejected_with_the_next_equal_number(name):
     for ranks in range(1, 7):
         for microbatches in range(1, 40):
             size = pipeline(ranks, 2, microbatches)
@@ -148,8 +149,9 @@ def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
 # -------- broken schedules
 
 
-def broken(edit: dict[int, list[Step]]) -> BrokenSchedule:
-    """What a 1f1b of 2 ranks and 2 micro-batches says, these ranks' orders replaced."""
+def message_for_orders(edit: dict[int, list[Step]]) -> BrokenSchedule:
+    """Return the message for a 1f1b schedule of 2 ranks and 2 micro-batches with these ranks'
+    orders replaced."""
     made = make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 2))
     orders = tuple(tuple(edit.get(rank, order)) for rank, order in enumerate(made.orders))
     with pytest.raises(BrokenSchedule) as caught:
@@ -175,31 +177,31 @@ def steps(text: str) -> list[Step]:
         (0, "0F0 0F1 2F0 0B0 0B1", "2F0", "there are 2 stages, counted from 0"),
     ],
 )
-def test_a_schedule_that_is_no_steps_work_says_whose_action_is_wrong(rank, order, action, reason):
-    error = broken({rank: steps(order)})
+def test_an_invalid_schedule_names_the_rank_of_the_wrong_action(rank, order, action, reason):
+    error = message_for_orders({rank: steps(order)})
     assert (error.rank, str(error.action)) == (rank, action)
     assert str(error) == f"pipeline.schedule: rank {rank}, {action}: {reason}"
 
 
-def test_weights_before_inputs_never_go_on():
-    error = broken({0: steps("0F0 0F1 0W0 0I0 0B1")})
+def test_weight_passes_before_input_passes_deadlock():
+    error = message_for_orders({0: steps("0F0 0F1 0W0 0I0 0B1")})
     assert (error.rank, str(error.action)) == (0, "0W0")
     assert "rank 0 waits at 0W0 for 0I0 of rank 0" in str(error)
 
 
 def test_a_deadlock_names_who_waits_for_whom():
-    error = broken({0: steps("0F0 0B1 0F1 0B0"), 1: steps("1F0 1F1 1B0 1B1")})
+    error = message_for_orders({0: steps("0F0 0B1 0F1 0B0"), 1: steps("1F0 1F1 1B0 1B1")})
     assert (error.rank, str(error.action)) == (0, "0B1")
     assert "rank 0 waits at 0B1 for 0F1 of rank 0" in str(error)
-    error = broken({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
+    error = message_for_orders({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
     assert str(error).endswith(
         "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, rank 1 waits at 1F1 for 0F1 of rank 0"
     )
 
 
-def test_halves_of_a_pair_that_need_each_other_never_go_on():
+def test_halves_of_a_pair_that_depend_on_each_other_deadlock():
     pair = Pair(*steps("1F1 1B1"))
-    error = broken({1: [*steps("1F0 1B0"), pair]})
+    error = message_for_orders({1: [*steps("1F0 1B0"), pair]})
     assert (error.rank, str(error.action)) == (0, "0B1")
     assert "rank 1 waits at 1F1&1B1 for 1F1 of rank 1" in str(error)
 

@@ -1,4 +1,4 @@
-"""The committed JSON Schema is the grammar's: editors complete what the loader takes."""
+"""The committed JSON Schema equals the grammar's: editors accept what the loader accepts."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_every_key_of_the_contract_is_reserved():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_spec_and_what_it_resolves_to_validates(name):
+def test_every_spec_and_its_resolved_form_validate(name):
     tree = read(FILES[name])
     VALIDATOR.validate(tree.root)
     VALIDATOR.validate(load(name).spec.resolved)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_spec_tells_editors_where_the_schema_is(name):
+def test_every_spec_names_its_schema_for_editors(name):
     first = FILES[name].read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# yaml-language-server: $schema=../{FILE}"
     assert (FILES[name].parent / ".." / FILE).is_file()
@@ -147,7 +147,7 @@ def test_every_key_has_a_hover_text(place):
         {"cluster": {"device_memory": "80 apples"}},
     ],
 )
-def test_an_editor_underlines_what_the_loader_refuses(changes):
+def test_an_editor_marks_errors_of_the_loader(changes):
     assert is_valid()
     assert not is_valid(**changes)
 

@@ -93,7 +93,7 @@ def test_columns_state_the_width_and_a_pipe_has_a_fixed_one(monkeypatch):
     assert screen_width() == PIPE_WIDTH
 
 
-def test_a_pipe_keeps_sentences_on_one_line(capsys, monkeypatch):
+def test_a_pipe_gets_sentences_on_one_line(capsys, monkeypatch):
     sentence = "note: " + 30 * "word "
     print_screen(sentence)
     assert capsys.readouterr().out.rstrip() == sentence.rstrip()
@@ -199,7 +199,7 @@ def test_memory_has_binary_units(size, text):
     assert format_memory(size) == text
 
 
-def test_a_screen_without_colour_or_width_is_what_the_functions_return(capsys):
+def test_a_screen_without_colour_or_width_equals_the_functions_result(capsys):
     assert screen.screen_width() == PIPE_WIDTH
     print_screen("a", "b")
     assert capsys.readouterr().out == "a\nb\n"

@@ -1,4 +1,4 @@
-"""What a section of a spec becomes, and what follows where it says nothing."""
+"""The values and defaults of the sections of a spec."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ptrain.spec.job import (
 from ptrain.spec.load import load
 from ptrain.spec.routing import Bound
 from ptrain.spec.write import to_yaml
-from tests.pure.changes import BASE, loaded
+from tests.pure.changes import BASE, load_changed
 
 
-def test_a_preset_keeps_its_name_while_the_shape_is_its_own():
+def test_a_preset_keeps_its_name_if_the_shape_is_unchanged():
     assert load("zero3", ["model={preset: llama-tiny}"]).spec.model.preset == "llama-tiny"
     spec = load("zero3", ["model={preset: llama-tiny, layers: 3}"]).spec
     assert (spec.model.preset, spec.model.layers) == ("", 3)
@@ -39,12 +39,12 @@ def test_a_preset_keeps_its_name_while_the_shape_is_its_own():
     ],
 )
 def test_a_vocabulary_has_a_size_and_a_place_where_it_is_known(model, vocabulary):
-    assert loaded(model=model).model.vocabulary == vocabulary
+    assert load_changed(model=model).model.vocabulary == vocabulary
 
 
-def test_what_a_cluster_does_not_say_is_that_of_one_node_with_usual_latencies():
+def test_a_cluster_defaults_to_one_node_with_usual_latencies():
     given = {"devices": 4, "device_memory": "80 GiB", "intra_node_bandwidth": "450 GB/s"}
-    assert loaded(cluster=given).cluster == Cluster(
+    assert load_changed(cluster=given).cluster == Cluster(
         name="cluster",
         devices=4,
         devices_per_node=4,
@@ -59,15 +59,15 @@ def test_what_a_cluster_does_not_say_is_that_of_one_node_with_usual_latencies():
 
 
 def test_timeouts_are_those_of_the_start_and_of_a_step():
-    assert loaded(timeout={"init": 7, "step": 9}).timeout == Timeout(init=7.0, step=9.0)
-    assert loaded(timeout=9).timeout.step == 9.0
+    assert load_changed(timeout={"init": 7, "step": 9}).timeout == Timeout(init=7.0, step=9.0)
+    assert load_changed(timeout=9).timeout.step == 9.0
 
 
 @pytest.mark.parametrize(
     ("overrides", "is_written"),
     [([], False), (["offload={update: device}"], True), (["placement.dp_shard=S*,O,S,R"], True)],
 )
-def test_sections_that_say_nothing_are_not_written(overrides, is_written):
+def test_default_sections_are_not_written(overrides, is_written):
     assert ("offload" in load("zero3", overrides).spec.resolved) is is_written
 
 
@@ -75,7 +75,7 @@ def test_sections_that_say_nothing_are_not_written(overrides, is_written):
     ("written", "bucket"), [("size", 25 * 2**20), ("per-tensor", 1), ("1 MiB", 2**20), (1024, 1024)]
 )
 def test_a_bucket_has_words_for_three_sizes(written, bucket):
-    assert loaded(bucket=written).bucket_bytes == bucket
+    assert load_changed(bucket=written).bucket_bytes == bucket
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ def test_a_bucket_has_words_for_three_sizes(written, bucket):
     [("R,R,R,R", "dp_replicate"), ("R,R,R,M", "dp_replicate"), ("R,R,S,R", "dp_shard")],
 )
 def test_dp_is_the_axis_that_its_tuple_needs_whatever_is_kept_of_activations(tuple_, axis):
-    (factor,) = loaded(mesh={"dp": 2}, placement={"dp": tuple_}).factors
+    (factor,) = load_changed(mesh={"dp": 2}, placement={"dp": tuple_}).factors
     assert (factor.axis, factor.degree) == (axis, 2)
 
 
 def test_dp_takes_the_one_axis_that_the_placement_names():
-    (factor,) = loaded(mesh={"dp": 2}).factors
+    (factor,) = load_changed(mesh={"dp": 2}).factors
     assert (factor.axis, factor.degree) == ("dp_shard", 2)
 
 
 def test_a_mesh_may_have_as_many_ranks_as_an_axis():
-    assert loaded(mesh={"dp_shard": 131072}, batch={"sequence": 8}).world_size == 131072
+    assert load_changed(mesh={"dp_shard": 131072}, batch={"sequence": 8}).world_size == 131072
 
 
 EVERY_KEY = {
@@ -137,7 +137,7 @@ EVERY_KEY = {
 
 
 def test_every_key_is_taken_as_it_is_written():
-    spec = loaded(**EVERY_KEY)
+    spec = load_changed(**EVERY_KEY)
     assert spec.optimizer == OptimizerSpec(
         name="sgd", lr=0.5, betas=(0.25, 0.125), eps=0.75, weight_decay=0.375, momentum=0.625,
         schedule=ScheduleSpec(warmup=3, decay_steps=7, min_lr_ratio=0.5), clip=2.0,
@@ -182,17 +182,17 @@ def test_every_key_is_taken_as_it_is_written():
     ],
 )
 def test_a_loss_is_whole_or_in_chunks_of_which_the_last_may_be_fused(written, chunk, fused):
-    loss = loaded(loss=written).loss
+    loss = load_changed(loss=written).loss
     assert (loss.chunk, loss.fused) == (chunk, fused)
 
 
 def test_a_file_may_end_in_yml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yml").write_text(to_yaml(loaded().resolved))
-    assert load("mine.yml").spec == loaded()
+    (tmp_path / "mine.yml").write_text(to_yaml(load_changed().resolved))
+    assert load("mine.yml").spec == load_changed()
 
 
-def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
+def test_dp_of_an_override_replaces_the_files_dp():
     (factor,) = load(BASE | {"mesh": {"dp": 2}}, ["mesh.dp=4"]).spec.factors
     assert (factor.axis, factor.degree) == ("dp_shard", 4)
     (factor,) = load(BASE, ["mesh.dp=4"]).spec.factors
@@ -202,4 +202,4 @@ def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
 def test_two_words_for_one_policy_must_agree():
     both = {"reshard": 2, "sync": {"reshard_after_forward": False}}
     with pytest.raises(SpecError, match=r"reshard: alias of sync\.reshard_after_forward, which is"):
-        loaded(**both)
+        load_changed(**both)

@@ -1,5 +1,5 @@
-"""`ptrain select`: what is searched, in which order it ranks, what it refuses; the estimates beside
-what is derived."""
+"""`ptrain select`: the search space, the ranking, rejections, and the estimates compared with exact
+predictions."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ from ptrain.selection.space import (
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.units import format_seconds
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_known
 
 
-def scored(search: Search, seed: int, number: int) -> list[Scored]:
-    """Some candidates that fit, drawn from all blocks alike."""
+def scored_sample(search: Search, seed: int, number: int) -> list[Scored]:
+    """Return random candidates that fit, equally from all parts."""
     draw = random.Random(seed)
     room, pool = search.job.room, []
     for block in search.blocks():
@@ -127,7 +127,7 @@ def test_micro_batches_are_the_divisors_of_a_ranks_samples():
     assert list(micro_batches(base, 4)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
 
 
-def test_of_many_large_micro_batches_those_that_are_apart_are_tried():
+def test_distinct_large_micro_batches_are_tried():
     base = chooser("batch.global=5040").job.base
     tried = [micro for micro, _ in apart(micro_batches(base, 1))]
     assert [m for m in tried if m <= 16] == [m for m in range(1, 17) if 5040 % m == 0]
@@ -144,10 +144,10 @@ def test_a_micro_batch_that_is_no_power_of_two_is_ranked():
     assert (best.spec.batch.micro, best.spec.batch.accumulate) == (3, 5)
 
 
-def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
+def test_scored_candidates_are_legal_and_others_illegal(on_eight):
     """`Legality` asks the rules for combinations; the rules say the same of whole candidates."""
     search, base = on_eight.search, on_eight.job.base
-    for candidate in scored(search, 1, 60):
+    for candidate in scored_sample(search, 1, 60):
         spec = candidate.candidate.spec(base)
         assert not (check(spec) or find_unsupported(spec)), candidate
     legal = {
@@ -220,8 +220,8 @@ def correlation(left: list[float], right: list[float]) -> float:
     return 1 - 6 * sum((a - b) ** 2 for a, b in pairs) / (number * (number**2 - 1))
 
 
-def test_estimates_order_as_what_is_derived(on_eight):
-    rows = [row for row in map(on_eight.exactly, scored(on_eight.search, 3, 40)) if row]
+def test_estimates_have_the_order_of_exact_predictions(on_eight):
+    rows = [row for row in map(on_eight.exactly, scored_sample(on_eight.search, 3, 40)) if row]
     assert len(rows) > 30
     peaks = [abs(row.closed.peak / row.peak_bytes - 1) for row in rows]
     assert sorted(peaks)[len(peaks) // 2] < 0.03
@@ -265,7 +265,7 @@ def test_a_ring_crosses_nodes_once_for_each_and_an_exchange_for_the_ranks_of_oth
 # -- the ranking
 
 
-def test_the_best_comes_first_and_all_fit(best_of_eight):
+def test_the_best_comes_first_and_all_rows_fit(best_of_eight):
     rows = best_of_eight.ranking
     assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
     room = best_of_eight.job.base.cluster.usable_memory
@@ -286,7 +286,7 @@ def test_least_memory_is_another_order():
     assert peaks == sorted(peaks)
 
 
-def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
+def test_the_reason_why_a_known_strategy_lost_matches_its_figures(best_of_eight):
     lost = {known.name: known for known in best_of_eight.lost}
     whole = lost["DDP"]
     assert whole.best is not None and not whole.best.memory.fits
@@ -295,14 +295,14 @@ def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     assert losing_reason(best, best, SearchGoal.TIME) == "is the best"
 
 
-def test_a_ranking_says_in_python_what_it_prints(best_of_eight):
+def test_a_ranking_prints_in_python_like_on_the_command_line(best_of_eight):
     text, sentences = selection_text(best_of_eight), winner_reasons(best_of_eight)
     assert sentences[0].startswith("fit: fits") and all(line in text for line in sentences)
     for lost in best_of_eight.lost:
         assert why_lost(best_of_eight, lost) and bool(lost.why) == (lost.best is None), lost.name
 
 
-def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
+def test_a_strategy_excluded_by_constraints_names_them(best_of_eight):
     lost = {known.name: known.why for known in best_of_eight.lost}
     few = chooser("tp==2", "pp==1", "micro==1", count=1).choose()
     excluded = {known.name: known.why for known in few.lost}
@@ -311,7 +311,7 @@ def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
     assert not any(why.startswith("excluded") for why in lost.values())
 
 
-def test_a_choice_that_the_spec_does_not_write_says_so():
+def test_a_strategy_excluded_by_the_spec_names_the_key():
     chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
     lost = {known.name: known.why for known in chosen.lost}
     assert lost["ZeRO-1"] == "excluded by values in the spec"
@@ -321,7 +321,7 @@ def test_a_choice_that_the_spec_does_not_write_says_so():
 # -- unknown times
 
 
-def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
+def test_candidates_without_a_time_come_last(best_of_eight):
     slow = best_of_eight.ranking[-1]
     other = next(
         row for row in best_of_eight.front if placement_idea(row.spec) != placement_idea(slow.spec)
@@ -333,7 +333,7 @@ def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
     assert "no step time of 2: nobody knows it" in text
 
 
-def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path: Path):
+def test_a_winner_equals_the_spec_of_its_overrides_and_its_file(best_of_eight, tmp_path: Path):
     spec = best_of_eight.spec
     source, *overrides = words_of(best_of_eight.job, spec)
     file = tmp_path / "best.yaml"
@@ -435,7 +435,7 @@ def test_a_margin_of_memory_stays_free_unless_nothing_leaves_one(best_of_eight):
     assert "margin: none, because no placement leaves 100% free" in selection_text(none)
 
 
-def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is():
+def test_a_reason_names_the_larger_cost_and_its_ratio():
     spec = load("8b-zero3", ["cluster.preset=h100-8"]).spec
     derivation = derive(spec)
     closed = Scored(candidate=None, peak=0.0, seconds=0.0)
@@ -474,8 +474,8 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
         _ = ranking.spec
 
 
-def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
-    candidates = scored(on_eight.search, 5, 6)
+def test_candidates_with_identical_figures_are_one_row(on_eight):
+    candidates = scored_sample(on_eight.search, 5, 6)
     rows = [row for row in map(on_eight.exactly, candidates) if row]
     other = next(row for row in rows if row.figures != rows[0].figures)
     row = replace(rows[0], spec=replace(rows[0].spec, overlap=None, prefetch=None))
@@ -490,9 +490,9 @@ def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight
     assert row.mfu is not None and row.mfu == said.mfu_full
 
 
-def test_rows_of_unknown_time_are_alike_where_their_nominal_times_are(on_eight):
+def test_rows_without_a_time_are_merged_by_nominal_time(on_eight):
     """One that is slower by the order they are ranked in is a row of its own."""
-    timed = (known for known in scored(on_eight.search, 5, 20) if known.seconds < math.inf)
+    timed = (known for known in scored_sample(on_eight.search, 5, 20) if known.seconds < math.inf)
     row = on_eight.exactly(next(timed))
     assert row is not None
     untimed = replace(row, step=None)

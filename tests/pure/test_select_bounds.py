@@ -1,4 +1,4 @@
-"""Bounds of a search on what is exact, which its estimates may be away from."""
+"""The bounds of a search apply to exact predictions, from which its estimates may differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.selection.where import parse
 from tests.pure.searches import chooser, without_known
 
 
-def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_estimate():
+def test_a_memory_bound_applies_to_the_exact_peak():
     """Just below the peak of the best the estimate of others is; at it the best stands."""
     words = "pp==2", "tp==2", "micro==1", "recompute==full", "cluster.reserve=0"
     best = without_known(chooser(*words, count=4).choose).ranking[0]
@@ -29,7 +29,7 @@ def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_estimate():
 
 
 @pytest.mark.parametrize("kept", ["none", "selective", "full"])
-def test_blocks_that_are_cut_over_a_node_are_estimated_though_a_head_is_larger_than_a_few(kept):
+def test_blocks_that_are_sharded_over_a_node_are_estimated_though_a_head_is_larger_than_a_few(kept):
     """With tp=8 the head of one or two layers sets the peak, and blocks that of the 80 layers."""
     where = [f"recompute=={kept}", "tp==8", "pp==1", "micro==2", "dp_shard==8"]
     job = searched_job("llama3-70b", [], cluster="h100-64", where=where)
@@ -43,14 +43,14 @@ def test_blocks_that_are_cut_over_a_node_are_estimated_though_a_head_is_larger_t
         assert most / SLACK <= row.peak <= most * SLACK
 
 
-def test_what_the_estimates_may_be_away_is_left_to_what_is_exact():
+def test_the_margin_of_estimates_is_decided_by_exact_predictions():
     below = parse("memory<=100")
     assert [may_hold(below, figure, 1.05) for figure in (98.0, 104.0, 106.0)] == [True, True, False]
     assert may_hold(parse("memory>=100"), 98.0, 1.05) and may_hold(parse("time!=98"), 98.0, 1.05)
 
 
-def test_what_is_derived_once_for_two_candidates_is_so_of_each():
-    """Of one micro-batch, when gradients are reduced is nothing to any figure."""
+def test_a_shared_prediction_holds_for_each_candidate():
+    """With one micro-batch, the time of gradient reductions changes no figure."""
     searched = chooser("batch.global=8", "micro==1", "pp==1", "tp==1", "gradients==last", count=1)
     base = searched.job.base
     pairs = [

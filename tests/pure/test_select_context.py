@@ -1,5 +1,4 @@
-"""`ptrain select` over the context axis: what is tried, how states are placed there, and what of it
-may be asked for."""
+"""`ptrain select` over the context axis: candidates, placements of states, and constraints."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def test_states_go_over_cp_as_over_the_innermost_data_axis(over_context):
         assert not data or Axis.DP_REPLICATE in data or states[Axis.CP] == states[Axis.DP_SHARD]
 
 
-def test_what_is_ranked_is_legal_and_what_predict_says(over_context):
+def test_ranked_candidates_are_legal_and_equal_their_prediction(over_context):
     assert over_context.ranking
     for row in over_context.ranking:
         spec = load(row.spec.resolved).spec
@@ -77,7 +76,7 @@ def test_what_is_ranked_is_legal_and_what_predict_says(over_context):
         assert row.closed.peak <= SLACK * row.peak_bytes
 
 
-def test_an_attention_is_asked_for_by_its_word():
+def test_attention_is_requested_by_its_keyword():
     rows = ranking(where=("cp>=2", "attention=all-gather"), count=3).ranking
     assert rows and all(row.spec.context.attention is ContextAttention.ALL_GATHER for row in rows)
     assert all(row.spec.degree(Axis.CP) <= 2 for row in ranking(where=("cp<=2",), count=3).ranking)
@@ -91,7 +90,7 @@ def test_a_degree_and_an_attention_that_are_written_stay():
     )
 
 
-def test_an_attention_that_there_is_none_of_is_refused():
+def test_an_attention_that_there_is_none_of_is_rejected():
     with pytest.raises(SpecError, match="ring, zigzag, all-gather, ulysses, hybrid"):
         ranking(where=("attention=flash",))
     assert SPACE.axes == (Axis.CP,)

@@ -1,4 +1,4 @@
-"""The winner of a search beside every candidate of small jobs, and beside its neighbours."""
+"""The winner of a search compared with every candidate of small jobs, and with its neighbours."""
 
 from __future__ import annotations
 

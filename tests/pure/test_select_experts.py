@@ -1,5 +1,5 @@
-"""`ptrain select` over the expert axis: what is tried, how states are placed there, and what the
-estimates say of experts that ranks have of their own."""
+"""`ptrain select` over the expert axis: candidates, placements of states, and the estimates of
+expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptrain.spec.activations import FULL, PLAIN, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 
 TINY = ("batch={global: 8, micro: 1, sequence: 64}", "model.capacity_factor=1.5")
 
@@ -43,12 +43,12 @@ def test_degrees_are_tried_that_divide_experts_and_ranks():
     assert degrees("llama3-8b", 16) == {1}
 
 
-def test_degrees_are_tried_where_a_router_decides_what_fits():
+def test_degrees_are_tried_if_routing_decides_the_fit():
     assert degrees("mixtral-8x7b", 16) == {1, 2, 4, 8}
     assert degrees("mixtral-8x7b", 16, "routing=worst") == {1, 2, 4, 8}
 
 
-def test_a_pipeline_is_legal_beside_a_routing_that_needs_axes_of_experts():
+def test_a_pipeline_is_legal_with_routing_that_requires_expert_axes():
     """The axes within a block have ep; the pipeline is looked at without them."""
     base = searched_job("mixtral-8x7b", ["routing=best"], cluster="h100-64").base
     legal = Legality(base, base)
@@ -64,7 +64,7 @@ def over_experts():
     return [(closed, closed.candidate.spec(base)) for closed in best]
 
 
-def test_what_is_scored_is_legal_and_states_are_as_on_the_innermost_data_axis(over_experts):
+def test_scored_candidates_are_legal_with_states_as_on_the_innermost_data_axis(over_experts):
     assert {spec.degree(Axis.EP) for _, spec in over_experts} == {2, 4}
     for _, spec in over_experts[::20]:
         assert is_sound(load(spec.resolved).spec if spec.resolved else spec)
@@ -74,8 +74,9 @@ def test_what_is_scored_is_legal_and_states_are_as_on_the_innermost_data_axis(ov
         assert not is_sharded or outer[-1].placement == expert.placement
 
 
-def test_estimates_have_the_states_that_ranks_with_experts_of_their_own_have():
-    """Θ and Ω of every choice of the data axes, to the byte but for padding and counters."""
+def test_estimates_have_the_states_of_expert_parallel_ranks():
+    """Parameters and optimizer state of every candidate of the data axes are exact except for
+    padding and counters."""
     search = search_of("pp=1", "tp=1", "micro=1", "recompute=none")
     base, layers, compared = search.job.sized, 4, 0
     for block in search.blocks():
@@ -94,13 +95,13 @@ def test_estimates_have_the_states_that_ranks_with_experts_of_their_own_have():
     assert compared > 25
 
 
-def test_experts_are_cut_over_the_data_axes_without_those_ranks():
+def test_experts_are_sharded_over_the_data_axes_without_those_ranks():
     assert inside((2, 8), 4) == (2, 2)
     assert inside((8,), 8) == (1,)
     assert inside((), 1) == ()
 
 
-def test_what_stands_in_for_experts_is_as_wide_as_what_a_token_goes_through():
+def test_the_substitute_for_experts_has_the_width_of_a_tokens_experts():
     shape = load("zero3", ["model={preset: mixtral-8x7b, capacity_factor: 1.25}"]).spec.model
     assert isinstance(shape, ModelShape)
     assert dense(shape).ffn == round(2 * 1.25 * 14336)

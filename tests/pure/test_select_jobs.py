@@ -23,7 +23,7 @@ from ptrain.selection.search import Search
 from ptrain.selection.where import QUANTITIES, Where, parse
 from ptrain.spec.cluster import Hook
 from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import chooser, machine
 
 # -- constraints
@@ -68,7 +68,7 @@ def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
         ("tp<=8,pp=1", "mesh.tp must be an integer, not 8,pp=1"),
     ],
 )
-def test_what_is_no_constraint_is_refused_by_name(text, finding):
+def test_an_invalid_constraint_is_rejected_by_name(text, finding):
     with pytest.raises(SpecError, match=finding.replace("?", r"\?")):
         parse(text)
 
@@ -83,7 +83,7 @@ def test_a_spec_keeps_the_degrees_that_it_writes():
     assert degrees == own | {"mesh.cp=1", "mesh.ep=1"}
 
 
-def test_what_a_mesh_does_not_name_is_opened_by_auto():
+def test_axes_missing_in_a_mesh_are_searched_with_auto():
     """There is nothing to be left out; of a constraint on the command line there is."""
     job = searched_job("tp-zero3", ["mesh.tp=auto"], devices=8, where=["micro=1"])
     changes = {rule.change for rule in job.where.constraints}
@@ -145,7 +145,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         ([], "takes one MODEL or SPEC; got 0"),
     ],
 )
-def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
+def test_an_impossible_search_gives_one_message(words, finding, capsys):
     assert main(["select", *words, "--json"]) == 2
     assert re.search(finding, json.loads(capsys.readouterr().out)["error"], re.DOTALL)
 
@@ -185,7 +185,7 @@ def test_a_malformed_cluster_is_named(broken_cluster):
         searched_job("llama3-8b", cluster=broken_cluster)
 
 
-def test_without_rates_time_is_unknown_and_said_to_be(capsys):
+def test_without_rates_the_time_is_reported_as_unknown(capsys):
     words = ["select", "llama-tiny", "batch.global=8", "batch.sequence=64", "--cluster", "laptop"]
     assert main([*words, "--devices", "2", "--where", "tp=1", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -193,7 +193,7 @@ def test_without_rates_time_is_unknown_and_said_to_be(capsys):
     assert all(row["step_seconds"] is None for row in record["ranking"])
 
 
-def test_without_rates_the_least_memory_is_not_said_to_be_the_least_nominal_seconds(capsys):
+def test_without_rates_the_least_memory_is_not_called_the_fastest(capsys):
     words = ["select", "llama-tiny", "batch.global=8", "batch.sequence=64", "--cluster", "laptop"]
     words += ["--devices", "2", "--where", "tp=1", "--objective", "memory", "--exact", "2"]
     assert main(words) == 0
@@ -218,7 +218,7 @@ def test_a_cluster_that_declares_no_operations_orders_by_bytes(tmp_path, capsys)
     assert ranked and " pp=4(" in ranked[0]  # which sends least
 
 
-def test_an_optimizer_whose_update_nobody_measured_leaves_time_unknown(capsys):
+def test_an_unmeasured_optimizer_update_leaves_the_time_unknown(capsys):
     words = [*SMALL, "optimizer.name=muon", "--cluster", "a100-8", "--devices", "8", "--exact", "9"]
     assert main([*words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -232,20 +232,20 @@ def test_a_model_with_dropout_is_searched_on_gpus(capsys):
     assert json.loads(capsys.readouterr().out)["ranking"]
 
 
-class AlonePace(HandPace):
-    """Of one rank, of which nobody measures what it does to send."""
+class SingleRankPace(HandPace):
+    """The cost model of a single rank, without measured hooks."""
 
     def hook_seconds(self, hook: Hook) -> float:
         raise UnknownRate(str(hook))
 
 
-def test_on_one_device_no_rate_of_what_is_sent_is_asked_for():
+def test_on_one_device_no_communication_rate_is_required():
     job = searched_job("llama-tiny", ["batch.global=8"], cluster="laptop", devices=1)
-    alone = Chooser(job, machine=partial(machine, pace=AlonePace(overlaps=False)))
+    alone = Chooser(job, machine=partial(machine, pace=SingleRankPace(overlaps=False)))
     assert alone.choose().best is not None
 
 
-def test_constraints_of_a_where_are_asked_of_what_says_them():
+def test_constraints_of_where_apply_to_keys_that_set_them():
     where = Where.of(["tp<=2", "memory<=1 GB"])
     assert [rule.name for rule in where.bounds("memory")] == ["memory"]
 
@@ -266,7 +266,7 @@ def test_numbers_of_devices_are_powers_of_two_and_the_last():
         (("1T", "soon", None), "is not a duration"),
     ],
 )
-def test_a_demand_that_says_too_little_is_refused(words, finding):
+def test_an_incomplete_request_is_rejected(words, finding):
     with pytest.raises(SpecError, match=finding):
         demand_of(*words)
 
@@ -293,7 +293,7 @@ def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
         answer(few, Demand(tokens=tokens, deadline=1.0))
 
 
-def test_a_budget_says_the_money_that_is_spent():
+def test_a_budget_reports_the_cost():
     words = ["recompute==full", "pp==1", "tp==1", "micro==1", "cluster.price=2.0"]
     few = chooser(*words, count=1)
     few.objective = SearchGoal.DEVICES

@@ -1,4 +1,4 @@
-"""Hosts that are behind their devices, in the estimates of `ptrain select`."""
+"""The estimates of `ptrain select` for hosts slower than their devices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from tests.pure.paces import HandPace
+from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import machine
-from tests.pure.test_select import correlation, scored
+from tests.pure.test_select import correlation, scored_sample
 
 # Microseconds, as a host of GPUs takes them.
 _HOOKS = {
@@ -62,11 +62,11 @@ def chooser(*where: str, times: float) -> Chooser:
 
 
 def rows_of(chooser: Chooser, number: int) -> list[Ranked]:
-    return [row for row in map(chooser.exactly, scored(chooser.search, 5, number)) if row]
+    return [row for row in map(chooser.exactly, scored_sample(chooser.search, 5, number)) if row]
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.nightly)])
-def test_estimates_order_as_what_is_derived_where_hosts_are_behind(times: float):
+def test_estimates_have_the_order_of_exact_predictions_with_slow_hosts(times: float):
     rows = [row for row in rows_of(chooser("cp==1", times=times), 40) if row.step]
     closed, exact = ([row.closed.seconds for row in rows], [row.seconds or 0.0 for row in rows])
     late = sum(row.step.spent(Spent.LAUNCHES) > 0 for row in rows if row.step)
@@ -75,7 +75,7 @@ def test_estimates_order_as_what_is_derived_where_hosts_are_behind(times: float)
     assert all(0.75 * its < mine < 1.25 * its for mine, its in zip(closed, exact, strict=True))
 
 
-def test_hosts_that_are_never_behind_change_nothing():
+def test_fast_hosts_change_nothing():
     quick, none = chooser("pp<=2", times=1e-6), chooser("pp<=2", times=0)
     assert quick.search.links.is_issued and not none.search.links.is_issued
     for block, other in zip(quick.search.blocks(), none.search.blocks(), strict=True):
@@ -83,7 +83,7 @@ def test_hosts_that_are_never_behind_change_nothing():
         assert mine == its
 
 
-def test_a_step_that_waits_for_its_host_takes_what_its_passes_take_to_issue():
+def test_a_host_bound_step_takes_the_launch_time_of_its_passes():
     """Eight samples a rank, one by one: 32 layers of an operator in each pass, and one behind."""
     job = searched_job(
         "llama3-8b",

@@ -30,7 +30,7 @@ def chooser(*where: str, model: str = "gpt3-125m", count: int = 100) -> Chooser:
 
 
 def specs_of(chooser: Chooser) -> list[Spec]:
-    """All that a descent from what is scored comes to in a step, and what is scored."""
+    """Return the scored candidates and those that one step of the descent reaches."""
     search, base = chooser.search, chooser.job.base
     best = [scored.candidate for scored in search.run(chooser.job.where).best]
     around = (other for candidate in best[:4] for other in neighbours(search, candidate))
@@ -54,14 +54,14 @@ def test_a_constraint_of_the_unit_is_obeyed_by_no_other_units(unit: str):
     assert {*map(unit_of, specs_of(chooser(f"unit={unit}")))} == {unit}
 
 
-def test_what_distributed_data_parallel_reduces_is_no_block():
+def test_ddp_does_not_reduce_by_block():
     whole = "placement.dp_replicate=R,R,R,R", "pp==1", "dp_shard==1"
     assert not specs_of(chooser(*whole, "unit=block"))
     assert specs_of(chooser(*whole, "unit=bucket"))
 
 
 @pytest.fixture(scope="module")
-def ranked() -> list[Ranked]:
+def ranked_units() -> list[Ranked]:
     """The best of those with a whole model and its optimizer's state in shards, by unit."""
     by_unit = (chooser("pp==1", _SPREAD, f"unit={unit}", count=2) for unit in _UNITS)
     return [row for search in by_unit for row in without_known(search.choose).ranking]
@@ -70,8 +70,8 @@ def ranked() -> list[Ranked]:
 _UNITS = ("bucket", "block", "model")
 
 
-def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked]):
-    for row in ranked:
+def test_a_winning_unit_equals_the_prediction_of_its_overrides(ranked_units: list[Ranked]):
+    for row in ranked_units:
         source, *overrides = words_of(chooser().job, row.spec)
         loaded = load(source, overrides).spec
         exact = derive(loaded).exact
@@ -81,15 +81,18 @@ def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked
         assert (loaded.unit is None) == (unit_of(loaded) == "bucket")
 
 
-def test_a_row_says_its_unit(ranked: list[Ranked]):
+def test_a_row_shows_its_unit(ranked_units: list[Ranked]):
     said = {
-        unit for unit in _UNITS for row in ranked if f" unit {unit} " in describe_settings(row.spec)
+        unit
+        for unit in _UNITS
+        for row in ranked_units
+        if f" unit {unit} " in describe_settings(row.spec)
     }
     assert said == {*_UNITS}
 
 
-def test_estimates_of_units_are_near_what_is_derived(ranked: list[Ranked]):
-    for row in ranked:
+def test_estimates_of_units_are_close_to_exact_predictions(ranked_units: list[Ranked]):
+    for row in ranked_units:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
         assert row.closed.seconds == pytest.approx(row.seconds, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""Preflight: whether a prediction fits, and which changes are offered when it does not."""
+"""The preflight check: whether a prediction fits, and the variants offered if it does not."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_a_peak_fits_up_to_the_last_byte(memory, fits):
     assert found.short_bytes == PEAK - memory
 
 
-def test_without_a_cluster_nothing_is_refused():
+def test_without_a_cluster_nothing_is_rejected():
     require_fit(REPLICATED, derive(REPLICATED).exact)
 
 
-def test_what_does_not_fit_is_refused_with_what_would():
+def test_a_misfit_is_rejected_with_variants_that_fit():
     spec = on_devices_of(PEAK - 1, REPLICATED)
     with pytest.raises(DoesNotFit, match=r"does not fit by 1 B.*") as refused:
         require_fit(spec, derive(spec).exact)
@@ -121,7 +121,7 @@ def test_an_optimizer_gets_tuples_on_the_host_that_it_takes(optimizer):
         ({"gradients": "last"}, "sync.gradients=every"),
     ],
 )
-def test_what_a_dial_keeps_is_given_back_before_a_tuple_changes(kept, override):
+def test_memory_kept_by_an_option_is_freed_before_a_tuple_changes(kept, override):
     job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": kept}
     peak = derive(load(job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": peak - 1}
@@ -180,7 +180,7 @@ def test_where_the_host_has_too_little_states_come_back_to_the_device():
     ],
     ids=lambda job: str(list(job.values())[1:]),
 )
-def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, share):
+def test_an_offered_variant_loads_on_the_file_at_the_stated_cost(job, share):
     """Every key that the file has stays, so an offer must set back what it does not obey."""
     peak = derive(load(OWN | job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": max(1, round(peak * share))}
@@ -192,7 +192,7 @@ def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, sha
         assert replace(spec, resolved={}) == replace(offer.spec, resolved={})
 
 
-def test_smaller_micro_batches_keep_the_global_batch_whatever_the_file_says():
+def test_smaller_micro_batches_keep_the_global_batch():
     job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "activations": "M"}
     for batch in (
         {"global": 64, "micro": 8, "sequence": 64},
@@ -213,7 +213,7 @@ def test_smaller_micro_batches_keep_the_global_batch_whatever_the_file_says():
         assert ("batch.accumulate=16" in chosen.overrides) is ("accumulate" in batch)
 
 
-def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
+def test_the_smallest_number_of_ranks_that_fits_is_named_last():
     written = OWN | {
         "batch": {"global": 4, "micro": 1, "sequence": 16},
         "mesh": {"dp_shard": 4},
@@ -236,7 +236,7 @@ def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
         require_fit(spec, derive(spec).exact)
 
 
-def test_a_change_that_does_not_fit_is_not_offered_as_a_remedy():
+def test_a_change_that_does_not_fit_is_not_offered_as_a_fix():
     spec = on_devices_of(1, REPLICATED, host_memory=1)
     assert not any(variant.fit.fits for variant in find_changes(spec).variants)
     with pytest.raises(DoesNotFit, match="  closest: ") as refused:
@@ -250,7 +250,7 @@ def test_more_ranks_are_not_looked_for_where_something_fits():
 
 
 @pytest.mark.parametrize("spare", [0, -1])
-def test_host_memory_counts_where_the_cluster_says_it(spare):
+def test_host_memory_counts_if_the_cluster_states_it(spare):
     spec = on_devices_of(2**40, make_spec({Axis.DP_SHARD: (4, tuple_of("R,O,O"))}))
     exact = derive(spec).exact
     needed = 4 * max(
@@ -284,5 +284,5 @@ def test_a_dial_that_another_tuple_cannot_obey_is_set_back_with_it():
     ("overlap", "end"),
     [(None, "sync every"), (Overlap.NONE, "every no overlap"), (Overlap.BACKWARD, "every overlap")],
 )
-def test_a_candidate_that_waits_for_its_reductions_is_said_to(overlap, end):
+def test_a_candidate_with_exposed_reductions_is_marked(overlap, end):
     assert describe_settings(replace(load("zero2").spec, overlap=overlap)).endswith(end)

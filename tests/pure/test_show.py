@@ -1,4 +1,4 @@
-"""A plan as text says in plain words what each mode, tier, layout and dial will do."""
+"""The text of a plan explains each mode, tier, layout and option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SGD_ON_MASTERS = {"optimizer": {"name": "sgd"}, "precision": {"layout": "zero16"
 DDP, FULLY = "R,R,R,R", "S*,S,S,R"
 
 
-def shown(placement: str, **changes: object) -> str:
+def text_of_plan(placement: str, **changes: object) -> str:
     spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
     return format_plan(spec, derive(spec).plan)
 
@@ -73,11 +73,11 @@ def shown(placement: str, **changes: object) -> str:
         ("R,S*,S*,R", {"optimizer": {"name": "muon"}}, "adamw for all but the blocks' matrices"),
     ],
 )
-def test_the_plan_says_what_happens(placement, changes, words):
-    assert words in shown(placement, **changes)
+def test_the_plan_explains_its_steps(placement, changes, words):
+    assert words in text_of_plan(placement, **changes)
 
 
-def test_nothing_runs_beside_backward_where_a_unit_is_updated_within_it():
+def test_a_unit_updated_within_backward_has_no_overlap():
     """G is M over one axis and cut over the other."""
     words = ["placement.dp_replicate=R,S,M,R", "placement.dp_shard=R,S,S,R"]
     spec = load("hsdp", [*words, "optimizer.clip=null", "batch.micro=4"]).spec
@@ -131,7 +131,7 @@ def test_owners_broadcast_where_torch_spreads_the_update():
         ({"loss": {"chunk": 1, "fused": True}}, "loss of 1 token at a time, by torch's linear_cro"),
     ],
 )
-def test_the_plan_says_what_blocks_keep_and_what_is_computed_in_slices(changes, words):
+def test_the_plan_shows_activation_modes_and_sliced_computation(changes, words):
     spec = load(BASE | {"placement": {"dp_shard": FULLY}} | changes).spec
     assert words in format_plan(spec, lower(spec, ModelFacts.of_units((("",),))))
 

@@ -1,4 +1,4 @@
-"""A failing spec is made smaller while it fails and is legal, until no single step is left."""
+"""A failing spec is reduced while it fails and stays legal, until no single change is left."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SMALLEST = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_is_left_is_what_makes_it_fail(name):
+def test_the_remainder_causes_the_failure(name):
     def fails(written: dict[str, Any]) -> bool:
         return FAILING[name](load(written).spec)
 

@@ -1,4 +1,4 @@
-"""What a simulation's figures look like in text and as a picture, from figures made by hand."""
+"""The figures of a simulation as text and as a picture, for hand-written figures."""
 
 from ptrain.charts.memory import course_sheet
 from ptrain.cost import (
@@ -86,14 +86,14 @@ def report(**changes: int) -> RankReport:
     )
 
 
-def test_equal_columns_are_said_to_be_equal_and_no_verdict_is_given() -> None:
+def test_equal_columns_are_reported_without_a_verdict() -> None:
     text = simulation_screen(report(), "mine")
     assert text.startswith("mine · rank 3 of 8, like ranks [4 5] · simulated in 1.5 s")
     assert "8 of 8 figures are equal" in text
     assert "verdict" not in text and "holds" not in text
 
 
-def test_a_difference_stands_in_its_row_and_in_the_count() -> None:
+def test_a_difference_is_in_its_row_and_in_the_count() -> None:
     found = report(size=12, calls=5)
     assert "+2 B (+20.00%)" in simulation_screen(found, "mine")
     names = {check.name for check in found.differing}
@@ -101,7 +101,7 @@ def test_a_difference_stands_in_its_row_and_in_the_count() -> None:
     assert agreement_sentence(found) == "4 of 8 figures are equal"
 
 
-def test_where_nothing_is_predicted_it_is_said() -> None:
+def test_a_missing_prediction_is_reported() -> None:
     found = report()
     untold = {"peak": "not traced", "activations": "not traced"}
     lacking = RankReport(
@@ -113,7 +113,7 @@ def test_where_nothing_is_predicted_it_is_said() -> None:
     assert agreement_sentence(lacking).endswith("not predicted: activations, peak")
 
 
-def test_a_rehearsal_says_where_it_ran() -> None:
+def test_a_rehearsal_names_its_device() -> None:
     found = report()
     fields = {name: getattr(found, name) for name in RankReport.__slots__}
     there = RankReport(**{**fields, "device": "cuda:0", "alike": (3,)})
@@ -141,7 +141,7 @@ def test_other_operations_than_derived_are_figures_that_differ() -> None:
     assert len(rows) == 2 and all(line.endswith(" 0") for line in rows)
 
 
-def test_each_state_is_told_when_a_phase_needs_most() -> None:
+def test_each_state_is_listed_at_a_phases_peak() -> None:
     lines = phase_table(course(0, 80, 70, 5)).splitlines()
     assert lines[0].split() == ["memory", "at", "each", "phase's", "peak", "forward", "backward"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}

@@ -1,5 +1,5 @@
-"""Every spec predicts what tests/pure/snapshot.json.xz says. Where a figure is to change,
-`python benchmarks/snapshot.py --write` keeps the new one and lists what it was and what it is."""
+"""The predictions of every spec equal tests/pure/snapshot.json.xz. To change a figure, `python
+benchmarks/snapshot.py --write` stores the new value and lists the changes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_the_snapshot_has_every_spec_with_a_file_and_300_that_were_drawn(snapsho
 
 
 @pytest.mark.parametrize("name", [*NAMES, "405b-4096"])
-def test_a_spec_with_a_file_predicts_what_it_did(snapshot, frozen, name):
+def test_a_spec_with_a_file_keeps_its_prediction(snapshot, frozen, name):
     changed = snapshot.lines(name, frozen["named"][name], snapshot.predicted(name))
     assert not changed, "\n".join(["", *changed])
 
 
 @pytest.mark.parametrize("first", range(0, DRAWN, AT_ONCE))
-def test_a_drawn_spec_predicts_what_it_did(snapshot, frozen, first):
+def test_a_random_spec_keeps_its_prediction(snapshot, frozen, first):
     changed = []
     for number in range(first, first + AT_ONCE):
         name = f"drawn-{number:03}"
@@ -60,14 +60,14 @@ def test_a_drawn_spec_predicts_what_it_did(snapshot, frozen, first):
     assert not changed, "\n".join(["", *changed])
 
 
-def test_what_is_drawn_has_every_mode_tier_layout_optimizer_dial_and_schedule(frozen):
+def test_the_random_specs_cover_every_mode_tier_layout_optimizer_option_and_schedule(frozen):
     specs = [row["written"] for row in frozen["drawn"].values()]
     assert not draw.rare(specs, draw.choices(), draw.labels)
 
 
 @pytest.mark.nightly
-def test_specs_can_be_drawn_anew_from_the_grammar_of_today():
-    specs = draw.drawn()
+def test_specs_can_be_drawn_again_from_the_current_grammar():
+    specs = draw.random_specs()
     assert len(specs) == DRAWN
     assert not draw.rare(specs, draw.choices(), draw.labels)
     assert not draw.rare(specs, draw.consequences(), draw.consequences_of)
@@ -107,7 +107,7 @@ def test_a_figure_that_changed_is_named_with_its_ranks_and_both_values(snapshot,
     assert not snapshot.lines("x", before, before)
 
 
-def test_one_rank_that_departs_is_named(modules):
+def test_a_differing_rank_is_named(modules):
     table = modules["_predictions"]
     before = {"exact": {"ranks": [[table.progressions(range(4096)), {"peak update": 1}]]}}
     others = [rank for rank in range(4096) if rank % 8 != 3]

@@ -1,4 +1,4 @@
-"""The built-in specs are what their names promise, and `ptrain specs` shows them."""
+"""The built-in specs match their names, and `ptrain specs` shows them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_schedule_has_a_strategy_of_its_name(schedule):
     assert pipeline_of(spec) is not None
 
 
-def test_the_default_schedules_strategy_is_its_tuple_and_stands_beside_others():
+def test_the_default_schedules_strategy_is_its_tuple_and_is_listed_with_others():
     written = ["mesh={pp: 2, dp_shard: 2}", "placement={pp: pp-1f1b, dp_shard: zero2}"]
     assert load("pp-dp", written).spec.factors == load("pp-zero2").spec.factors
 
@@ -122,7 +122,7 @@ def test_the_default_schedules_strategy_is_its_tuple_and_stands_beside_others():
          "placement.dp_replicate: [R, R, R, R]` and `placement.dp_shard: [S*, S, S, R]"),
     ],
 )  # fmt: skip
-def test_a_name_that_is_more_than_a_tuple_is_told_what_to_write_beside_the_other_axes(
+def test_a_strategy_that_is_more_than_a_tuple_names_the_missing_keys(
     mesh, placement, finding, remedy
 ):
     with pytest.raises(SpecError) as caught:
@@ -165,7 +165,7 @@ def test_the_papers_model_over_three_axes_fills_its_cluster_with_tp_in_a_node():
 
 
 @pytest.mark.parametrize("name", list_files("node"))
-def test_a_node_spec_is_predicted_for_8_devices_and_says_whether_it_fits(name):
+def test_a_node_spec_is_predicted_for_8_devices_with_its_fit(name):
     spec = require_runnable(load(name))
     assert spec.name == name and spec.world_size == 8 and spec.cluster is not None
     assert (spec.cluster.name, spec.precision.layout.name) == ("h100-8", "bf16")
@@ -205,7 +205,7 @@ def test_the_node_specs_are_every_data_strategy_and_tp_with_its_products():
         ("gpt-7b5", 7.499e9, 7.501e9),
     ],
 )
-def test_a_preset_has_as_many_parameters_as_its_name_says(name, low, high):
+def test_a_preset_has_the_parameter_count_in_its_name(name, low, high):
     base = {"model": {"preset": name}, "mesh": {}, "batch": {"sequence": 1024}}
     sequence = 128 if name.endswith("tiny") else 1024
     assert low < numel(load(base).spec.model, sequence) < high
@@ -219,7 +219,7 @@ def test_every_model_and_cluster_is_named_here():
         assert load(base | {section: {"preset": name}}).spec
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_description():
     for path in specs_folder().rglob("*.yaml"):
         comments = [
             line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
@@ -227,7 +227,7 @@ def test_every_file_says_what_it_is():
         assert any(not line.startswith("# yaml-language-server") for line in comments), path
 
 
-def test_aliases_stand_for_strategies():
+def test_aliases_name_strategies():
     assert set(load_names().aliases.values()) <= set(STRATEGIES)
 
 
@@ -305,7 +305,7 @@ def placed_as(strategy: str) -> tuple[Spec, tuple[str, ...]]:
 
 # experts with places of their own wait for some placements
 @pytest.mark.parametrize("name", list_files("strategies", "paper", "node"))
-def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refuse(name, tmp_path):
+def test_the_shown_spec_is_legal_with_every_placement(name, tmp_path):
     spec = load(name).spec
     file = tmp_path / "shown.yaml"
     file.write_text(to_yaml(minimal_spec(spec).mapping), encoding="utf-8")
@@ -329,7 +329,7 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
         ("nvme-offload", {"offload", "sync"}, {"bucket"}, "temporary folder"),
     ],
 )
-def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks, said):
+def test_options_without_effect_are_hidden_and_listed(name, has, lacks, said):
     found = minimal_spec(load(name).spec)
     assert has <= set(found.mapping)
     assert not lacks & set(found.mapping)
@@ -339,7 +339,7 @@ def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks
     assert all(place in obeyed[0] for place in lacks)
 
 
-def test_what_tp_alone_does_not_obey_is_left_out_and_named():
+def test_options_without_effect_on_tp_are_hidden_and_named():
     sections = ["reduce_scatter", "bucket"]
     by_itself = ["unit", "overlap", "prefetch", "gather_after_update"]
     resharding = ["sync.reshard_after_forward", "sync.reshard_after_backward"]
@@ -358,7 +358,7 @@ def test_a_written_dial_is_shown_as_it_is_written():
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "h100-8"])
-def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
+def test_show_prints_models_and_clusters_unchanged(name, capsys):
     assert run("show", name) == 0
     text = list_files("models", "clusters")[name].read_text(encoding="utf-8")
     assert capsys.readouterr().out == text
@@ -375,6 +375,6 @@ def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
         (["show", "llama3-8b", "train.steps=3"], "model.preset=llama3-8b"),
     ],
 )
-def test_wrong_words_get_the_right_ones(words, message):
+def test_wrong_words_are_answered_with_the_right_ones(words, message):
     with pytest.raises(PtrainError, match=message):
         run(*words)

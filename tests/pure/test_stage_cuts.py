@@ -1,5 +1,5 @@
-"""Where a model is cut into stages: every tensor on one stage, tied ones on both ends; balanced
-cuts against all others."""
+"""Stage boundaries: every tensor on one stage, tied ones on both ends; balanced splits compared
+with all others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refusal(raised: pytest.ExceptionInfo[SpecError]) -> tuple[str, str, str]:
 
 
 @every_shape
-def test_every_tensor_stands_on_one_stage_and_a_tied_one_has_a_copy_on_the_last(shape):
+def test_every_tensor_is_on_one_stage_and_a_tied_one_also_on_the_last(shape):
     model, whole = layers(shape), facts(shape, 16)
     for count in range(1, shape.layers + 1):
         stages = divide_into_stages(model, balanced_counts(model.weights, count, model.ends))
@@ -72,7 +72,7 @@ def test_one_stage_has_a_tied_tensor_once():
     assert only.tensors.count("embed.weight") == 1
 
 
-def test_a_model_of_other_names_says_what_stands_in_front():
+def test_a_model_with_other_names_states_its_embedding():
     model = layers_of(facts(GPT, 16).units, front=("embed",))
     assert [tensor.name for tensor in model.front] == ["embed.weight"]
     assert "positions.weight" in divide_into_stages(model, (2, 3))[1].tensors
@@ -109,7 +109,7 @@ def test_heavy_ends_get_fewer_layers():
     assert balanced_counts([1] * 12, 4, (2, 2)) == (2, 4, 4, 2)
 
 
-def test_slow_layers_stand_on_stages_with_few():
+def test_slow_layers_are_on_stages_with_few_layers():
     seconds = [0.1] * 6 + [0.3] * 2
     assert balanced_counts(seconds, 3) == (4, 3, 1)
 
@@ -129,7 +129,7 @@ def test_as_many_layers_in_each_and_one_more_in_the_middle(count, stages, expect
     assert even_counts(count, stages) == expected
 
 
-def test_more_stages_than_layers_are_refused():
+def test_more_stages_than_layers_are_rejected():
     for call in (lambda: even_counts(3, 4), lambda: balanced_counts([1, 1, 1], 4)):
         with pytest.raises(SpecError) as raised:
             call()
@@ -150,7 +150,7 @@ def test_more_stages_than_layers_are_refused():
         ((), "[] has a stage without layers"),
     ],
 )
-def test_a_list_that_is_not_the_models_is_refused(counts, finding):
+def test_a_list_that_is_not_the_models_is_rejected(counts, finding):
     with pytest.raises(SpecError) as raised:
         divide_into_stages(layers(SHAPES[0]), counts)
     place, found, remedy = refusal(raised)

@@ -10,7 +10,7 @@ from ptrain.axes.pipeline.catalogue import count_operations, stages_of
 from ptrain.axes.pipeline.stage_facts import stage_layers
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.spec import Spec
-from tests.pure.piped import SHAPE, legal
+from tests.pure.pipeline_specs import SHAPE, legal
 
 HIDDEN, FFN, VOCAB, SEQUENCE = 96, 240, 259, 32
 KV_HIDDEN = HIDDEN // 2
@@ -21,7 +21,7 @@ MATRICES = {
 BIG = {"vocab": 50_257, "tied": True}
 
 
-def of(model: dict[str, Any], split: object = "time", ranks: int = 4) -> Spec:
+def split_spec(model: dict[str, Any], split: object = "time", ranks: int = 4) -> Spec:
     return legal({"pp": ranks}, {"split": split}, model=SHAPE | model)
 
 
@@ -35,7 +35,7 @@ def counts(spec: Spec) -> list[int]:
 @pytest.mark.parametrize("family", MATRICES)
 def test_a_token_is_multiplied_by_every_matrix_three_times_and_meets_every_other(family, tied):
     model = {"family": family, "tied": tied} | ({"kv_heads": 6} if family == "gpt" else {})
-    spec = of(model)
+    spec = split_spec(model)
     of_layers, ends = count_operations(spec, stage_layers(spec, built_in_facts(spec)))
     scores = 2 * SEQUENCE * HIDDEN  # keys, and values
     assert set(of_layers) == {3 * 2 * (MATRICES[family] + scores)}
@@ -44,8 +44,8 @@ def test_a_token_is_multiplied_by_every_matrix_three_times_and_meets_every_other
 
 
 def test_the_head_moves_layers_to_earlier_stages():
-    assert counts(of({"vocab": 259, "layers": 12})) == [3, 3, 3, 3]
-    first, *_, last = counts(of({"vocab": 2_500, "layers": 12}))
+    assert counts(split_spec({"vocab": 259, "layers": 12})) == [3, 3, 3, 3]
+    first, *_, last = counts(split_spec({"vocab": 2_500, "layers": 12}))
     assert last < first
 
 
@@ -53,13 +53,13 @@ def test_the_head_moves_layers_to_earlier_stages():
 def test_of_a_big_tied_vocabulary_only_the_head_takes_time(family):
     """By parameters both ends are heavy: the first stage has the embedding, the last its copy."""
     model = BIG | {"family": family, "layers": 40} | ({"kv_heads": 6} if family == "gpt" else {})
-    by_time, by_size = counts(of(model)), counts(of(model, "parameters"))
+    by_time, by_size = counts(split_spec(model)), counts(split_spec(model, "parameters"))
     assert by_size[0] == by_size[-1] == 1
     assert by_time[-1] == 1 < by_time[0]
     assert max(by_time) < max(by_size)
 
 
-def test_scores_make_layers_long_beside_the_head_where_sequences_are():
+def test_long_sequences_make_layers_expensive_compared_with_the_head():
     long = legal(
         {"pp": 4},
         {"split": "time"},
@@ -67,13 +67,15 @@ def test_scores_make_layers_long_beside_the_head_where_sequences_are():
         batch={"sequence": 8192, "accumulate": 8},
     )
     assert counts(long) == [3, 3, 3, 3]
-    assert counts(of({"vocab": 2_500, "layers": 12})) != [3, 3, 3, 3]
+    assert counts(split_spec({"vocab": 2_500, "layers": 12})) != [3, 3, 3, 3]
 
 
 def test_no_stage_is_slower_than_with_another_split():
     for vocab in (259, 2_500, 50_257):
         model = {"vocab": vocab, "layers": 12}
-        assert slowest(of(model)) <= min(slowest(of(model, each)) for each in ("layers", [3] * 4))
+        assert slowest(split_spec(model)) <= min(
+            slowest(split_spec(model, each)) for each in ("layers", [3] * 4)
+        )
 
 
 def slowest(spec: Spec) -> int:

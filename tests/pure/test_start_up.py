@@ -1,4 +1,5 @@
-"""What commands cost beside the imports that none like them does without (benchmarks/start_up)."""
+"""The start-up cost of commands, excluding imports that all such commands need
+(benchmarks/start_up)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ ROUNDS = 12  # of a command and an import in turns, fewer where the ratio is fou
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_command_costs_at_most_so_many_times_an_import(number, benchmark_module):
+def test_a_command_costs_at_most_a_multiple_of_an_import(number, benchmark_module):
     """The least of each is what it takes without what else the machine does."""
     start_up = benchmark_module("start_up")
     claim = start_up.CLAIMS[number]

@@ -1,4 +1,4 @@
-"""Host memory at start-up is predicted, and counts in whether a spec fits."""
+"""Predicted host memory at start-up counts in whether a spec fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_that_draw_their_parts_have_one_tensor_at_a_time() -> None:
     assert startup_bytes(replace(spec, model=model), built_in_facts(spec)) == 0
 
 
-def test_what_does_not_fit_at_start_up_does_not_fit() -> None:
+def test_a_misfit_at_start_up_is_a_misfit() -> None:
     """Eight full copies of 32 GB are more than 64 GiB, and one tensor of 2 GB each is less."""
     spec = spec_of("cluster.host_memory=64 GiB")
     facts = built_in_facts(spec)

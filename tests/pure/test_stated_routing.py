@@ -1,4 +1,4 @@
-"""Where tokens go as a spec states it: what ranks then send and get, and counts that do not fit."""
+"""Routing stated in a spec: the rows that ranks send and receive, and counts that do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ptrain.spec.routing import read_routing
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.steps.experts import Loads, RankRows, even_rows, token_places
 from ptrain.timeline import Boundary, Mark, Run
-from tests.pure.test_closed_forms_of_experts import planned
+from tests.pure.test_closed_forms_of_experts import plan_spec
 
 Counts = dict[str, list[list[list[int]]]]
 
@@ -57,8 +57,8 @@ def spec_of(mesh: dict[str, int], *words: str, **sections: Any) -> Spec:
     return require_runnable(load(mapping, words))
 
 
-def chosen(spec: Spec) -> list[list[list[list[tuple[int, ...]]]]]:
-    """Draw by layer, rank and micro-batch what every token chooses."""
+def draw_choices(spec: Spec) -> list[list[list[list[tuple[int, ...]]]]]:
+    """Draw the experts of every token by layer, rank and micro-batch."""
     draw = random.Random(len(spec.factors))
     ranks = len({*token_places(spec)})
     tokens = range(spec.batch.micro * spec.own_tokens)
@@ -85,14 +85,14 @@ def counts_of(tokens: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> 
 
 
 def loads(spec: Spec) -> Loads:
-    stated = planned(spec)[0].loads
+    stated = plan_spec(spec)[0].loads
     assert stated is not None
     return stated
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
-    tokens = chosen(spec_of(mesh))
+def test_a_rank_sends_and_receives_the_rows_of_a_token_by_token_count(mesh):
+    tokens = draw_choices(spec_of(mesh))
     spec = spec_of(mesh, routing=counts_of(tokens))
     own, places = EXPERTS // mesh["ep"], token_places(spec)
     stated = loads(spec)
@@ -118,9 +118,9 @@ def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
-    spec = spec_of(mesh, routing=counts_of(chosen(spec_of(mesh))))
-    plan, _ = planned(spec)
+def test_rows_return_to_their_ranks_and_are_counted_once(mesh):
+    spec = spec_of(mesh, routing=counts_of(draw_choices(spec_of(mesh))))
+    plan, _ = plan_spec(spec)
     stated, row = loads(spec), DROPLESS["hidden"] * 4
     accounts = [
         [*expert_traffic(spec, plan, loads=stated.rows_by_layer(place))]
@@ -140,7 +140,7 @@ def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
 
 
 def test_at_best_nothing_leaves_and_at_worst_one_rank_gets_all():
-    step = planned(spec_of({"ep": 3}))[0].experts
+    step = plan_spec(spec_of({"ep": 3}))[0].experts
     assert step is not None
     number = even_rows(spec_of({"ep": 3}), step).num_sent
     for word, received in (("best", [number] * 3), ("worst", [3 * number, 0, 0])):
@@ -161,15 +161,15 @@ def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
     ]
 
 
-def test_a_plan_says_what_ranks_get():
+def test_a_plan_shows_the_rows_of_ranks():
     spec = spec_of({"ep": 3}, "routing=worst")
     assert "worst: the experts of a rank get 0 to 60 rows per layer" in format_plan(
-        spec, planned(spec)[0]
+        spec, plan_spec(spec)[0]
     )
 
 
 def good() -> Counts:
-    return counts_of(chosen(spec_of({"ep": 3})))
+    return counts_of(draw_choices(spec_of({"ep": 3})))
 
 
 def _without_layer(counts: Counts) -> None:
@@ -224,7 +224,7 @@ BROKEN: tuple[tuple[Callable[[Counts], None], str], ...] = (
 
 
 @pytest.mark.parametrize(("breaks", "finding"), BROKEN)
-def test_counts_that_do_not_fit_are_one_message_with_place_and_remedy(tmp_path, breaks, finding):
+def test_counts_that_do_not_fit_are_one_message_with_place_and_fix(tmp_path, breaks, finding):
     counts = good()
     breaks(counts)
     file = tmp_path / "counts.json"
@@ -257,12 +257,12 @@ def test_a_file_that_holds_no_counts_is_one_message(tmp_path: Path, content, fin
 @pytest.mark.parametrize(
     ("mesh", "model"), [({"dp_shard": 2}, {}), ({"ep": 2}, {"capacity_factor": 1.0})]
 )
-def test_where_no_size_depends_on_it_routing_is_refused(mesh, model):
+def test_where_no_size_depends_on_it_routing_is_rejected(mesh, model):
     with pytest.raises(SpecError, match="no ep axis with two or more ranks"):
         spec_of(mesh, "routing=worst", model={**DROPLESS, **model})
 
 
-def test_what_a_file_says_is_in_the_resolved_spec(tmp_path):
+def test_routing_of_a_file_is_in_the_resolved_spec(tmp_path):
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(good()))
     spec = spec_of({"ep": 3}, f"routing={file}")

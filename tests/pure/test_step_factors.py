@@ -1,5 +1,5 @@
-"""What makes a step longer than its parts (collectives that run beside compute, many nodes, updates
-on the host), and the published steps that a prediction is held against."""
+"""Slowdowns of a step (collectives during compute, many nodes, host updates), and published step
+times compared with predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptrain.spec.cluster import Cluster, Hook, Rates
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace, seconds
+from tests.pure.hand_made_paces import HandPace, seconds
 
 GATHER = Collective.ALL_GATHER
 TWO_SECONDS = TimeRow(key=TimeKey(Spent.COMPUTE, Phase.FORWARD), seconds=2.0)
@@ -39,40 +39,40 @@ def compute(clock: Clock, number: int) -> None:
     clock.compute(clock.pass_seconds(seconds(number), Hook.FORWARD_OPERATOR))
 
 
-def lost(clock: Clock) -> float:
+def interference_seconds(clock: Clock) -> float:
     return sum(row.seconds for row in clock.time_rows() if row.key.spent is Spent.INTERFERENCE)
 
 
-def test_compute_takes_longer_for_as_long_as_a_collective_runs_beside_it():
+def test_compute_slows_down_during_an_overlapped_collective():
     clock = clock_of(interference=1.0)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 10)  # 10 s on 8 nodes, in which 5 s are computed
     compute(clock, 20)
-    assert lost(clock) == 5.0 and clock.now == 25.0
+    assert interference_seconds(clock) == 5.0 and clock.now == 25.0
     compute(clock, 20)
-    assert lost(clock) == 5.0, "it is over"
+    assert interference_seconds(clock) == 5.0, "it is over"
 
 
 def test_a_collective_slows_no_more_than_is_computed():
     clock = clock_of(interference=0.5)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 100)
     compute(clock, 20)
-    assert lost(clock) == 10.0
+    assert interference_seconds(clock) == 10.0
 
 
-def test_a_collective_that_could_start_earlier_slowed_what_was_computed_since():
+def test_a_collective_that_could_start_earlier_slows_earlier_compute():
     clock = clock_of(interference=1.0)
     compute(clock, 20)
     clock.send_payload(
         GATHER, (Axis.DP_SHARD,), 10, since=8.0
     )  # from 8 to 18, beside 5 s of compute
-    assert lost(clock) == 5.0
+    assert interference_seconds(clock) == 5.0
 
 
 def test_a_collective_that_is_awaited_at_once_slows_nothing():
     clock = clock_of(interference=1.0)
     clock.send_payload(GATHER, (Axis.DP_SHARD,), 10).wait()
     compute(clock, 20)
-    assert lost(clock) == 0.0
+    assert interference_seconds(clock) == 0.0
 
 
 def test_a_step_takes_longer_with_each_doubling_of_the_nodes():
@@ -90,7 +90,7 @@ def test_only_gpus_have_factors_by_default():
 
 
 def test_more_ranks_lose_more_than_their_collectives_take():
-    """The notes' decline beyond 512 ranks has a term, and what is not known of it is said."""
+    """The notes' decline beyond 512 ranks has a term with a note about its uncertainty."""
     words = ["model.preset=llama3-70b", "batch={micro: 4, sequence: 8192}", "activations=M"]
     sizes = (64, 1024)
     steps = [

@@ -1,4 +1,4 @@
-"""The time of a step in what is printed, recorded and drawn."""
+"""The step time in output, records and charts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ptrain.report.recorded import decode_record
 from ptrain.report.step_time import critical_path, time_lines, time_table
 from ptrain.spec.load import load
 from ptrain.units import format_seconds
-from tests.pure.paces import HandPace, model
+from tests.pure.hand_made_paces import HandPace, model
 
 AXES = ("dp_shard",)
 GATHERS = TimeKey(Spent.COLLECTIVES, Phase.FORWARD, AXES, Collective.ALL_GATHER)
@@ -51,7 +51,7 @@ def step_of(**seconds: float) -> StepTime:
     return StepTime(rows=tuple(rows))
 
 
-def derived(*overrides: str, **figures: Any) -> Derivation:
+def derive_with_step(*overrides: str, **figures: Any) -> Derivation:
     spec = load("zero3", ["cluster.preset=h100-8", *overrides]).spec
     work = model(10, 20, layers=spec.model.layers)
     machine = Machine(pace=HandPace(sent=1e-6, **figures), work=lambda _: work)
@@ -70,12 +70,12 @@ def derived(*overrides: str, **figures: Any) -> Derivation:
         ({}, "all of 700 ms is computing"),
     ],
 )
-def test_the_overheads_of_a_step_are_a_sentence(seconds, text):
+def test_the_overheads_of_a_step_are_listed_in_a_sentence(seconds, text):
     assert critical_path(step_of(**seconds)).startswith(text)
 
 
 def test_a_prediction_has_a_block_whose_parts_add_up_to_the_step():
-    derivation = derived()
+    derivation = derive_with_step()
     step = derivation.exact.step
     text = prediction_screen(prediction_of(derivation, offer=False))
     block = text[text.index("time per step") :].split("\n\n")[0].splitlines()
@@ -87,7 +87,7 @@ def test_a_prediction_has_a_block_whose_parts_add_up_to_the_step():
     assert "tokens/s" in text and "no step time" not in text
 
 
-def test_without_rates_the_block_says_why_where_a_cluster_is_named():
+def test_without_rates_the_block_gives_the_reason_if_a_cluster_is_named():
     named, unnamed = (load("zero3", over).spec for over in ([], ["cluster=null"]))
     assert named.cluster is not None and unnamed.cluster is None
     (line, _) = time_lines(derive(named))
@@ -96,7 +96,7 @@ def test_without_rates_the_block_says_why_where_a_cluster_is_named():
 
 
 def test_a_step_is_in_the_record_and_reads_back():
-    estimate = derived("overlap=none").exact
+    estimate = derive_with_step("overlap=none").exact
     result = json.loads(
         json.dumps(result_record("zero3", (estimate,), step_seconds={"measured": 2.5}))
     )
@@ -113,7 +113,7 @@ def test_a_step_is_in_the_record_and_reads_back():
     assert back.step_seconds == 2.5
 
 
-def test_measured_seconds_stand_beside_predicted_ones_and_decide_nothing():
+def test_measured_seconds_are_shown_next_to_predicted_ones_without_a_verdict():
     exact = Estimate(column=Column.EXACT, world_size=2, step=step_of(gathers=0.3, reductions=0.2))
     waits = tuple(Blocked(axes=AXES, rank=rank, seconds=0.4 + rank / 10) for rank in (0, 1))
     measured = Estimate(column=Column.MEASURED, world_size=2, blocked=waits)
@@ -130,9 +130,9 @@ def test_measured_seconds_stand_beside_predicted_ones_and_decide_nothing():
     assert "step_seconds" not in verdict_line([], torch="2.13.0", untold=["step_seconds"])
 
 
-def test_tokens_per_second_and_what_part_of_the_devices_operations_they_are():
-    """6N + 12Lds of whole attention, 6N + 6Lds of causal one; N without the embedding."""
-    derivation = derived()
+def test_tokens_per_second_and_utilization_follow_from_the_operations():
+    """6N + 12Lds for full attention, 6N + 6Lds for causal attention; N without the embedding."""
+    derivation = derive_with_step()
     shape, spec = derivation.spec.model, derivation.spec
     numel = derivation.facts.numel - shape.vocab * shape.hidden
     scores = shape.layers * shape.hidden * spec.batch.sequence
@@ -171,7 +171,7 @@ def test_seconds_have_three_digits(seconds, text):
         (("zero3",), "the step time is unknown: the cluster laptop has no rates"),
     ],
 )
-def test_a_timeline_is_drawn_of_one_spec_whose_time_is_known(words, text, tmp_path, capsys):
+def test_a_timeline_is_drawn_for_one_spec_with_a_known_time(words, text, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["predict", *words, "--timeline", str(tmp_path / "step.svg")]) == 2
     error = capsys.readouterr()
@@ -180,7 +180,7 @@ def test_a_timeline_is_drawn_of_one_spec_whose_time_is_known(words, text, tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_timeline_is_written_beside_the_prediction(tmp_path, capsys):
+def test_a_timeline_is_written_with_the_prediction(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "step.svg"
     for name in ("zero3", "pp-1f1b"):

@@ -1,5 +1,5 @@
-"""Sweeps that decide: what fits, what is refused and why, what follows the mesh, order, CSV, JSON
-and a chart."""
+"""Sweeps: fit, rejected points with reasons, keys that follow the mesh, order, CSV, JSON and a
+chart."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return [dict(zip(titles, row, strict=True)) for row in rows if len(row) == len(titles)]
 
 
-def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
+def test_a_sweep_shows_the_fit_and_the_device_memory(ptrain):
     first, second = rows_of(ptrain(*SWEEP))
     assert "peak (of 74.12 GiB)" in first
     assert (first["fits"], second["fits"]) == ("yes", "no")
 
 
-def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
+def test_different_devices_have_no_common_capacity(ptrain):
     text = ptrain("predict", "8b-zero3", "cluster.device_memory=40 GiB,80 GiB")
     assert "peak" in rows_of(text)[0]
 
 
-def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
+def test_without_a_cluster_no_fit_is_claimed(ptrain):
     first, *_ = rows_of(ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2"))
     assert first["fits"] == "–"
 
 
-def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
+def test_an_impossible_point_is_a_row_with_a_reason(ptrain):
     lines = ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16").splitlines()
     assert "rejected" in lines[2]
     assert lines[3].startswith(
@@ -87,12 +87,12 @@ def test_a_list_of_passes_that_cannot_run_is_a_row_too(ptrain, tmp_path):
     assert any(line.startswith(f"rejected: pipeline.schedule={bad}: ") for line in lines)
 
 
-def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
+def test_a_sweep_of_which_nothing_is_left_is_rejected(capsys):
     text = refusal(capsys, "zero3", "mesh.dp_shard=3,5", "batch.global=16")
     assert "data degree=3 = 6" in text and "data degree=5 = 10" in text
 
 
-def test_a_fault_that_no_point_is_without_is_told_once(capsys):
+def test_an_error_of_all_points_is_reported_once(capsys):
     text = refusal(capsys, "zero3", "mesh.dp_shard=2,4", "train.steps=0")
     assert text.count("train.steps: must be") == 1
 
@@ -123,7 +123,7 @@ def test_every_named_spec_follows_a_data_axis_of_24_ranks():
         assert not any(fault.place in ("mesh", "batch.global") for fault in check(spec)), name
 
 
-def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
+def test_a_batch_in_tokens_follows_the_mesh():
     base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": "zero3"}
     for batch in ({"sequence": 64, "accumulate": 2}, {"sequence": 64, "global": "4k tokens"}):
         assert find_mesh_followers(base | {"batch": batch}, ("mesh.dp_shard=64",)) == ()
@@ -139,7 +139,7 @@ def test_the_cluster_grows_with_the_mesh_unless_its_devices_are_written():
     assert cluster("mesh.dp_shard=64", "cluster.devices=8") == []
 
 
-def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
+def test_derived_keys_are_shown_with_their_points(ptrain):
     text = ptrain("predict", "70b-zero3", "mesh.dp_shard=8,512,1024")
     assert "batch follows the mesh: global 8 → 512 (mesh.dp_shard=512), 1024 (mesh.d" in text
     assert "cluster follows the mesh: devices 8 → 512 (mesh.dp_shard=512), 1024" in text
@@ -165,7 +165,7 @@ def test_the_figures_to_sort_by_are_those_that_a_row_has():
 
 
 @pytest.mark.parametrize("sort", [*SORTS])
-def test_rows_are_sorted_by_a_figure_with_the_refused_at_the_end(ptrain, sort):
+def test_rows_are_sorted_by_a_figure_with_the_rejected_at_the_end(ptrain, sort):
     words = ("predict", "zero3", "mesh.dp_shard=2,5,4,1", "batch.global=16", "--sort", sort)
     records = json.loads(ptrain(*words, "--json"))
     assert records[-1]["refused"]
@@ -177,7 +177,7 @@ def test_rows_are_sorted_by_a_figure_with_the_refused_at_the_end(ptrain, sort):
         assert labels[0] == "mesh.dp_shard=1"
 
 
-def test_json_of_a_sweep_is_a_list_with_what_differs_as_fields(ptrain):
+def test_json_of_a_sweep_is_a_list_with_differences_as_fields(ptrain):
     good, bad = json.loads(
         ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16", "--json")
     )
@@ -205,7 +205,7 @@ def test_csv_of_one_spec_is_one_line(ptrain):
     assert len(ptrain("predict", "zero3", "--csv").splitlines()) == 2
 
 
-def test_a_micro_batch_that_is_chosen_differs_by_point_and_is_said(ptrain):
+def test_a_chosen_micro_batch_is_shown_per_point(ptrain):
     words = ("batch.micro=auto", "batch.sequence=2048,8192", "batch.global=64")
     lines = ptrain("predict", "8b-zero3", *words).splitlines()
     assert any(line.startswith("batch.sequence=2048: batch.micro: auto is 4") for line in lines)
@@ -224,7 +224,7 @@ def points() -> list[SweepPoint]:
     ]
 
 
-def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_refused():
+def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_rejected():
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
     assert "usable memory 74.12 GiB" in words and "refused" in words
@@ -248,7 +248,7 @@ def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
     assert {"parameters", "temporary", "peak"} <= {label.text for label in sheet.texts}
 
 
-def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):
+def test_a_chart_goes_to_a_picture_or_is_rejected_before_anything_is_derived(capsys):
     text = refusal(capsys, "no-such-spec", "batch.micro=1,2", "--chart", "x.txt")
     assert "Use a file name that ends in .png or .svg." in text
 
@@ -261,7 +261,7 @@ def test_a_chart_is_written(ptrain, tmp_path):
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
+def point_with_time(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
     """The point with a step of so many seconds, or with none and why."""
     prediction = point.prediction
     assert prediction is not None
@@ -275,7 +275,11 @@ def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint
 
 def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     slow, fast, _ = points()
-    rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
+    rows = [
+        point_with_time(slow, 2.5),
+        point_with_time(fast, 0.25),
+        point_with_time(fast, None, "no rates"),
+    ]
     lines = sweep_table(rows).splitlines()
     assert [row["step time"] for row in rows_of(sweep_table(rows))] == ["2.50 s", "250 ms", "–"]
     usable = "usable memory per device: 74.12 GiB (79.1 GiB less a reserve of 4.977 GiB)"
@@ -286,10 +290,10 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert any(text.endswith("250 ms per step") for text in texts)
 
 
-def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
+def test_the_fastest_point_that_fits_is_named_or_that_none_fits():
     fits, large, refused = points()
-    slow = replace(timed(fits, 2.5), label="slow")
-    rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
+    slow = replace(point_with_time(fits, 2.5), label="slow")
+    rows = [point_with_time(large, 0.25), slow, point_with_time(fits, 0.5), refused]
     best = f"Fastest that fits: {fits.label}, 65.5k tokens/s/GPU\n"
     assert sweep_table(rows).startswith(best)  # 64 samples of 4096 on 8 devices
     assert "None fits" not in sweep_table(rows)
@@ -302,13 +306,13 @@ def test_a_smaller_mesh_with_a_higher_pace_is_the_most_efficient_not_the_fastest
     fits = points()[0]
     wide = derive(load("8b-zero3", ["mesh.dp_shard=16", "cluster.devices=16"]).spec)
     point = SweepPoint(label="wide", prediction=prediction_of(wide, label="wide", offer=False))
-    rows = [timed(fits, 0.5), timed(point, 0.4)]
+    rows = [point_with_time(fits, 0.5), point_with_time(point, 0.4)]
     assert sweep_table(rows).startswith(
         f"Most efficient that fits: {fits.label}, 65.5k tokens/s/GPU\n"
     )
 
 
-def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
+def test_unknown_seconds_are_null_and_keep_the_order_of_the_sweep():
     assert step_seconds(Estimate(column=Column.EXACT, world_size=1)) is None
     swept = points()
     assert sort_points(swept, None) == swept
@@ -317,7 +321,7 @@ def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sw
     assert rows[2] == {"spec": "mesh.tp=3", "refused": "mesh: too many"}
 
 
-def test_the_first_row_that_is_not_refused_is_what_ratios_are_of():
+def test_ratios_refer_to_the_first_accepted_row():
     first, second, refused = points()
     _, of_second, _ = rows_of(sweep_table([refused, second, first]))
     assert of_second["states ratio"] == "1×"

@@ -35,7 +35,7 @@ def test_columns_align_and_no_line_has_trailing_blanks():
     assert lines == ["what       bytes", "a              1", "long name   1000"]
 
 
-def test_a_table_whose_columns_have_no_titles_has_no_line_of_them():
+def test_a_table_without_titles_has_no_title_line():
     assert (
         render_table([name_column("", ["a", "bc"]), TableColumn("", cells=["10", "2"])])
         == "a   10\nbc   2"
@@ -45,7 +45,7 @@ def test_a_table_whose_columns_have_no_titles_has_no_line_of_them():
     )
 
 
-def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_which():
+def test_a_table_that_is_too_wide_drops_the_least_important_columns_and_names_them():
     columns = [
         name_column("what", ["gradients"]),
         TableColumn("paper", Importance.DETAIL, ["12 B"]),
@@ -103,7 +103,7 @@ def test_of_the_ranks_the_largest_is_shown():
     assert "101 B" in end_table(EXACT, MEASURED).splitlines()[1]
 
 
-def test_a_row_is_of_the_rank_in_which_the_columns_are_farthest_apart():
+def test_a_row_shows_the_rank_with_the_largest_difference():
     smaller = [
         replace(row, device_bytes=90) if row.rank == 0 and row.state is State.PARAMETERS else row
         for row in MEASURED.memory
@@ -131,7 +131,7 @@ def test_a_row_of_traffic_is_of_the_account_that_was_not_derived(count, text):
     assert end_table(exact, exact).splitlines()[-1].endswith("3 calls, 150 B           0")
 
 
-def test_the_summary_names_what_fails_and_ends_with_the_verdict():
+def test_the_summary_names_failures_and_ends_with_the_verdict():
     wrong = replace(MEASURED, traffic=())
     text = training_summary(EXACT, wrong, compare_estimates(EXACT, wrong), torch="2.13.0")
     assert "missing" in text
@@ -141,7 +141,7 @@ def test_the_summary_names_what_fails_and_ends_with_the_verdict():
 
 
 def on_host(exact: Estimate) -> Estimate:
-    """With 7 bytes of optimizer state on the host that are copied twice."""
+    """Return an account with 7 bytes of optimizer state on the host that are copied twice."""
     key = TrafficKey(
         axes=(),
         collective=Collective.HOST_TO_DEVICE,
@@ -155,7 +155,7 @@ def on_host(exact: Estimate) -> Estimate:
     return replace(exact, memory=tuple(memory), traffic=(*exact.traffic, copies))
 
 
-def test_tiers_have_rows_of_their_own_and_copies_no_axes():
+def test_tiers_have_separate_rows_and_copies_have_no_axes():
     text = end_table(on_host(EXACT), on_host(MEASURED))
     (resident,) = [line for line in text.splitlines() if "on the host" in line]
     assert resident.split() == ["optimizer", "on", "the", "host", "7", "B", "7", "B", "0"]
@@ -173,7 +173,7 @@ def test_a_copy_that_only_one_side_has_is_missing_and_fails():
     assert "missing" in text
 
 
-def test_what_the_sockets_counted_stands_beside_what_the_backend_sends():
+def test_socket_bytes_are_shown_next_to_backend_bytes():
     assert "on the wire" not in training_summary(EXACT, MEASURED, (), torch="2.13.0")
     axes = EXACT.traffic[0].key.axes
     wire = tuple(Wire(axes=axes, rank=rank, sent_bytes=EXACT.sent_bytes()) for rank in range(2))

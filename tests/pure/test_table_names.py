@@ -1,5 +1,5 @@
-"""A committed table is found by what it depends on: each is some setting's, and no two settings
-that differ share one."""
+"""A committed table is found by its dependencies: each belongs to a setting, and no two different
+settings share one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PRECISIONS = {DType.FP32: "full", DType.FP64: "full", DType.BF16: "bf16"}
 BATCHES = {1: "-one", 2: "", 8: ""}
 
 
-def named() -> list[tuple[str, str, Setting]]:
-    """What a name says of the operators, what of dtype and batch, and the setting."""
+def name_parts() -> list[tuple[str, str, Setting]]:
+    """Return the parts of a name for operators, for dtype and batch, and the setting."""
     return [
         (kind, f"-{precision}{one}", setting(shape, compute, batch=batch))
         for (kind, shape), (compute, precision), (batch, one) in product(
@@ -34,16 +34,16 @@ def named() -> list[tuple[str, str, Setting]]:
     ]
 
 
-def tied(whole: Setting, *, is_tied: bool) -> Setting:
+def with_tied_head(whole: Setting, *, is_tied: bool) -> Setting:
     return replace(whole, shape=replace(whole.shape, tied=is_tied))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied):
     tying, seen = "tied" if is_tied else "untied", set()
-    for kind, rest, whole in named():
+    for kind, rest, whole in name_parts():
         family, _, own = kind.partition("-")
-        name = tied(whole, is_tied=is_tied).name(TablePart.PASSES)
+        name = with_tied_head(whole, is_tied=is_tied).name(TablePart.PASSES)
         assert name == f"{family}-{tying}-{own}{rest}"
         seen.add(name)
     of_gpus = {name.replace("dropout", "dropout-cuda") for name in seen if "dropout" in name}
@@ -52,8 +52,8 @@ def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied)
     }
 
 
-def test_what_gpus_drop_has_tables_of_its_own():
-    for kind, rest, whole in named():
+def test_gpu_dropout_has_separate_tables():
+    for kind, rest, whole in name_parts():
         name = replace(whole, is_for_cuda=True).name(TablePart.PASSES)
         mine = kind.replace("dropout", "dropout-cuda")
         assert name == f"{mine.replace('-', '-untied-', 1)}{rest}"
@@ -62,7 +62,7 @@ def test_what_gpus_drop_has_tables_of_its_own():
 
 def test_a_block_is_named_without_the_tying():
     seen = set()
-    for kind, rest, whole in named():
+    for kind, rest, whole in name_parts():
         name = whole.name(TablePart.BLOCK)
         assert (name, whole.way(TablePart.BLOCK)) == (f"{kind}{rest}", "plain")
         seen |= {name, replace(whole, is_for_cuda=True).name(TablePart.BLOCK)}
@@ -72,8 +72,8 @@ def test_a_block_is_named_without_the_tying():
 def test_the_loss_is_named_without_heads_and_dropout():
     seen = set()
     for is_tied in (True, False):
-        for kind, rest, whole in named():
-            name = tied(whole, is_tied=is_tied).name(TablePart.LOSS)
+        for kind, rest, whole in name_parts():
+            name = with_tied_head(whole, is_tied=is_tied).name(TablePart.LOSS)
             assert name == f"{kind.partition('-')[0]}-{'tied' if is_tied else 'untied'}{rest}"
             seen.add(name)
     assert seen == table_names(TablePart.LOSS)
@@ -82,13 +82,13 @@ def test_the_loss_is_named_without_heads_and_dropout():
 @pytest.mark.parametrize(
     ("chunk", "cut_to", "chunks"), [(8, 8, 4), (24, 24, 1), (32, 32, 1), (33, 32, 1), (5, 5, 6)]
 )
-def test_a_chunk_is_no_longer_than_the_tokens_and_only_full_ones_count(chunk, cut_to, chunks):
+def test_a_chunk_is_at_most_as_long_as_the_tokens_and_only_full_ones_count(chunk, cut_to, chunks):
     """2 samples of 16 tokens."""
     whole = replace(setting(ODD_SHAPE, sequence=16), loss=LossSpec(chunk=chunk))
     assert (chunk_of(whole), full_chunks(whole)) == (cut_to, chunks)
 
 
-def test_a_table_knows_the_torch_that_was_traced():
+def test_a_table_names_the_traced_torch():
     release = {
         torch_version(setting(shape, compute)) for shape in KINDS.values() for compute in PRECISIONS
     }

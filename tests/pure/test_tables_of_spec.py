@@ -1,5 +1,5 @@
-"""What the tables of a spec's vocabulary mean to its user, from lists of their own: the words of
-closed sets, defaults, layouts, limits and plain values. A test is a whole table."""
+"""The documented vocabulary of a spec, compared with independent lists: closed sets, defaults,
+layouts, limits and plain values. A test is a full table."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_word_of_every_closed_set_is_the_one_that_users_write():
     assert written == {kind: words.split() for kind, words in SETS.items()}
 
 
-def test_every_name_of_a_word_in_the_code_says_the_word():
+def test_every_constant_of_a_keyword_equals_the_keyword():
     unlike = {
         "REPLICATED": "R", "SHARDED": "S", "GATHERED": "S*", "MATERIALIZED": "M",
         "ONE_F_ONE_B": "1f1b",
@@ -208,11 +208,11 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def test_what_is_not_written_has_the_documented_default():
+def test_missing_keys_have_the_documented_default():
     assert {kind: asdict(kind()) for kind in SECTIONS} == SECTIONS
 
 
-def test_policies_of_recomputation_keep_what_their_names_say():
+def test_recomputation_policies_save_what_their_names_state():
     assert (activations.FULL.scope.value, activations.FULL.keep) == ("block", ())
     assert activations.SELECTIVE.scope is activations.Scope.BLOCK
     assert [each.value for each in activations.SELECTIVE.keep] == ["matmul", "attention"]
@@ -285,7 +285,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
     assert dials.WHOLE_BUCKET == 1_099_511_627_776
 
 
-def test_a_kind_of_value_without_limits_takes_what_it_says():
+def test_a_kind_of_value_without_limits_accepts_its_documented_values():
     whole, real, numbers, words = Integer("a"), Real("a"), Numbers("a"), Text("a")
     assert (whole.low, whole.high, whole.words) == (1, 1_000_000_000, ())
     assert (real.low, real.high, real.excludes_low, real.accepts_null) == (
@@ -315,7 +315,7 @@ def test_a_kind_of_value_without_limits_takes_what_it_says():
     )
 
 
-def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
+def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_documented():
     words = {
         None: ["", "~", "null", "Null", "NULL"],
         True: ["true", "True", "TRUE"],
@@ -339,7 +339,7 @@ def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
     }
 
 
-def test_what_only_yaml_1_1_takes_for_a_value_stays_a_text():
+def test_values_of_yaml_1_1_only_stay_texts():
     words = "yes Yes YES no No NO on On ON off Off OFF y n tRue nULL 1_000 1:30 0b1 0O7 0X1F 0xg 1e"
     words += " XXtrueXX .iNF +.nan 2026-01-01 0o8 e5 . - +"
     assert [text.parse_scalar(word) for word in words.split()] == words.split()
@@ -360,7 +360,7 @@ def test_values_are_nested_up_to_32_levels():
         text.parse_value("[" * 33 + "]" * 33, "a")
 
 
-def test_what_stands_nowhere_has_line_0_and_no_text():
+def test_nodes_without_a_position_have_line_0_and_no_text():
     mark = text.SourceMark(source="a")
     assert (mark.line, mark.column, mark.text) == (0, 0, "")
     assert mark.make_fault("b", "c").remedy == ""
@@ -382,11 +382,11 @@ def test_the_folders_of_specs_and_the_schemas_file():
     assert FILE == "ptrain.schema.json" and specs_folder().name == "specs"
 
 
-def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
+def test_the_committed_schema_equals_the_grammar_key_by_key():
     assert json.loads((specs_folder() / FILE).read_text(encoding="utf-8")) == VALIDATOR.schema
 
 
-def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
+def test_an_error_for_a_union_lists_all_alternatives():
     reshard = "true, false, non-root or a number of shards >= 2"
     wanted = {place: each.values_text for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
@@ -404,7 +404,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     }
 
 
-def test_a_text_of_a_form_of_its_own_is_told_the_form():
+def test_an_error_for_a_formatted_text_shows_the_format():
     kinds = {place: each.kind for place, each in KEYS.items() if isinstance(each, Text)}
     assert {place: kind for place, kind in kinds.items() if kind != "a text"} == {
         "name": "a name of 1 to 64 letters, digits, . _ - (no . in front)",

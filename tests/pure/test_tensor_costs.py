@@ -1,4 +1,4 @@
-"""Ranks of tp whose slices are unequal, against products that are drawn by hand."""
+"""Ranks of tp with unequal shards, compared with hand-written arithmetic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ITEMSIZE = 4  # fp32
 LLAMA = "model={layers: 2, hidden: 48, heads: 4, ffn: 96, vocab: 259}"
 
 
-def estimated(name: str, *overrides: str) -> Estimate:
+def estimate_of(name: str, *overrides: str) -> Estimate:
     return derive(load(name, ["mesh={tp: 2}", BATCH, *overrides]).spec).exact
 
 
-def test_each_rank_has_its_own_rows_where_slices_of_the_vocabulary_are_unequal():
+def test_each_rank_has_its_rows_of_an_unequally_sharded_vocabulary():
     """130 of 259 rows of embedding and head on rank 0, 129 on rank 1; fp32, and two moments."""
-    estimate = estimated("tp", LLAMA)
+    estimate = estimate_of("tp", LLAMA)
     of = {(row.state, row.rank): row.device_bytes for row in estimate.memory}
     assert len(of) == len(estimate.memory) == 2 * 6
     row = 2 * 48 * ITEMSIZE  # of both tables

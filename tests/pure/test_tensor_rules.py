@@ -1,4 +1,4 @@
-"""Which tuples tp takes, and which models it cuts: each refusal names what would be right."""
+"""Legal tuples on tp and the models it shards; each rejection names a fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_three_of_625_tuples_are_legal():
     assert legal == {"S,S,S,R", "S,S,S,S", "S,S,S,S*"}
 
 
-def test_the_nearest_tuple_is_legal_and_keeps_what_it_can():
+def test_the_nearest_tuple_is_legal_and_keeps_legal_modes():
     for each in TUPLES:
         nearest = TENSOR.nearest_legal(each, ADAMW)
         is_legal = not list(TENSOR.broken_rules(each, ADAMW))
@@ -47,7 +47,7 @@ def test_the_nearest_tuple_is_legal_and_keeps_what_it_can():
 @pytest.mark.parametrize(
     ("degree", "fields"), [(5, ["heads", "kv_heads"]), (8, ["kv_heads"]), (24, ["kv_heads"])]
 )
-def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fields):
+def test_a_degree_that_does_not_divide_is_rejected_with_those_that_do(degree, fields):
     faults = check(spec(degree, batch={"sequence": 240}))
     found = [fault.finding for fault in faults]
     assert [name for name in SHAPE if any(f"divide {name}: " in text for text in found)] == fields
@@ -88,8 +88,8 @@ def test_shards_of_unequal_slices_have_equal_heights(shards, tp, vocab, is_right
 
 
 @pytest.mark.parametrize(("reshard", "is_right"), [(2, False), (4, True), (True, True)])
-def test_what_tp_cuts_has_one_kind_of_shards(reshard, is_right):
-    """torch raises NotImplementedError of DTensors in smaller shards."""
+def test_tp_has_one_kind_of_shards(reshard, is_right):
+    """torch raises NotImplementedError for DTensors in smaller shards."""
     sections = {
         "model": SHAPE | {"vocab": 264},
         "mesh": {"dp_shard": 4, "tp": 2},
@@ -124,7 +124,7 @@ def test_a_fused_loss_takes_a_whole_head():
     assert not check(spec(1, loss={"chunk": 8, "fused": True}))
 
 
-def test_an_optimizer_that_takes_whole_matrices_is_refused():
+def test_an_optimizer_that_takes_whole_matrices_is_rejected():
     (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp shards" in f.finding)
     assert fault.place == "optimizer.name" and "adamw" in fault.remedy
 
@@ -136,7 +136,7 @@ def test_all_of_a_models_faults_come_at_once():
 
 
 @pytest.mark.parametrize("mode", ["O", "M", "S@file", "R@host"])
-def test_modes_of_the_rank_are_no_modes_of_tp_and_run_beside_it(mode):
+def test_modes_of_the_rank_are_separate_from_modes_of_tp(mode):
     with pytest.raises(SpecError) as caught:
         require_runnable(load("tp", [f"placement.tp.activations={mode}"]))
     (fault,) = caught.value.faults

@@ -19,7 +19,7 @@ from ptrain.spec.precision import ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_2, make_facts, make_spec
-from tests.pure.played import flight, resident, transient
+from tests.pure.replayed_steps import flight, resident, transient
 
 SAVED, INSIDE = 1000, 5000  # bytes that each unit's forward leaves, and needs while it runs
 ROOT = 2  # the unit after the two blocks
@@ -52,7 +52,7 @@ def small(numel: int = 100) -> ModelFacts:
 
 
 def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
-    """Above what lives for the whole step."""
+    """Return the peaks above memory that lives for the full step."""
     plan = lower(spec, facts)
     base = sum(
         row.device_bytes
@@ -63,7 +63,7 @@ def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
     return {row.phase: row.device_bytes - base for row in rows if row.rank == rank}
 
 
-def test_a_run_is_its_highest_level_and_what_it_leaves():
+def test_a_segment_is_its_highest_level_and_its_remainder():
     assert run([5, -3, 4, -6]) == Run(6, 0)
     assert run([-3, 2]) == Run(0, -1)
     assert run([]) is None
@@ -73,7 +73,7 @@ def test_two_runs_after_one_another_are_one():
     assert run([5, -3]).then(run([4, -6])) == run([5, -3, 4, -6])
 
 
-def test_one_device_keeps_what_forward_leaves_and_the_gradients():
+def test_one_device_keeps_activations_and_gradients():
     spec = make_spec({}, clip=None, model=BY_HAND)
     found = peaks(spec, small())
     assert found[Phase.FORWARD] == 2 * SAVED + INSIDE
@@ -85,7 +85,7 @@ def test_one_device_keeps_what_forward_leaves_and_the_gradients():
     ("mesh", "buffer"),
     [({}, 0), ({Axis.DP_REPLICATE: (2, WHOLE)}, 0), ({Axis.DP_SHARD: (2, ZERO_2)}, 400)],
 )
-def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(mesh, buffer):
+def test_a_copied_gradient_coexists_with_its_source(mesh, buffer):
     """The copy is made 700 bytes above where it is complete, and is all that happens; a flat unit's
     buffer, to which it is written, is there before."""
     facts = small()
@@ -113,7 +113,7 @@ def test_buckets_live_always_and_take_over_each_gradient():
     assert found[Phase.UPDATE] == 3 * 400
 
 
-def test_a_gathered_unit_is_a_buffer_and_a_copy_beside_the_root_and_the_buffer_before():
+def test_a_gathered_unit_is_a_buffer_and_a_copy_in_addition_to_the_root():
     """In forward: the root's 400 bytes, this block's copy and buffer, and for a moment the buffer
     of the block before; activations are kept small here."""
     spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, clip=None, model=BY_HAND)
@@ -149,7 +149,7 @@ def test_backward_holds_the_next_gather_and_the_last_reductions_input():
     assert peaks(spec, facts)[Phase.UPDATE] == 3 * 200
 
 
-def test_an_exchange_needs_one_more_buffer_than_the_backends_own_reduction():
+def test_an_exchange_needs_one_more_buffer_than_the_backends_reduction():
     native = make_spec({Axis.DP_SHARD: (2, ZERO_2)}, clip=None, model=BY_HAND)
     exchanged = replace(native, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     facts = small(numel=4000)

@@ -1,4 +1,5 @@
-"""`ptrain plan SPEC --chart FILE` over cp: who has which tokens, and which block meets which."""
+"""`ptrain plan SPEC --chart FILE` over cp: the tokens of each rank, and the blocks that attend to
+each other."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def step_of(name: str) -> ContextParallel:
 
 
 def square(sheet: Sheet) -> tuple[Rectangle, list[Rectangle]]:
-    """The frame of the scores, and what is drawn within it."""
+    """Return the frame of the scores and the shapes within it."""
     (frame,) = (r for r in sheet.rectangles if r.width == r.height == SQUARE)
     inside = [r for r in sheet.rectangles if r is not frame and _is_within(r, frame)]
     return frame, inside
@@ -47,18 +48,18 @@ def _is_within(inner: Rectangle, outer: Rectangle) -> bool:
     )
 
 
-def shared(one: Rectangle, other: Rectangle) -> float:
+def overlap_area(one: Rectangle, other: Rectangle) -> float:
     wide = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
     high = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
     return max(0.0, wide) * max(0.0, high)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_scores_fill_what_the_mask_leaves_and_none_twice(name: str):
+def test_the_scores_cover_the_unmasked_area_once(name: str):
     _, drawn = square(tokens_sheet("any", step_of(name)))
-    assert all(shared(*pair) < 1e-6 for pair in combinations(drawn, 2))
+    assert all(overlap_area(*pair) < 1e-6 for pair in combinations(drawn, 2))
     area = sum(r.width * r.height for r in drawn) / SQUARE**2
-    assert 0.5 < area < 0.6  # stairs stand for a diagonal
+    assert 0.5 < area < 0.6  # stairs approximate a diagonal
 
 
 @pytest.mark.parametrize(("name", "shares"), [("ring", (1, 3, 5, 7)), ("zigzag", (4, 4, 4, 4))])
@@ -84,7 +85,7 @@ def test_the_strip_of_tokens_is_covered_and_names_every_rank(name: str):
     assert sum(widths) == pytest.approx(560.0)
 
 
-def test_keys_go_one_place_on_at_each_hop_and_what_is_masked_is_only_passed_on():
+def test_keys_move_one_rank_per_hop_and_masked_ones_are_forwarded():
     sheet = tokens_sheet("any", step_of("ring"))
     names = [text.text for text in sheet.texts if text.text.startswith("from cp ")]
     assert [name.removeprefix("from cp ") for name in names] == [
@@ -97,7 +98,7 @@ def test_keys_go_one_place_on_at_each_hop_and_what_is_masked_is_only_passed_on()
     ]  # fmt: skip
 
 
-def test_what_stands_in_the_sheet_is_within_it():
+def test_the_text_is_within_the_sheet():
     for name in SPECS:
         sheet = tokens_sheet("any", step_of(name))
         assert all(r.x + r.width <= sheet.width for r in sheet.rectangles)
@@ -115,7 +116,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     words = ["mesh={pp: 2, cp: 2}", "placement={pp: 'S,S,S,R', cp: 'R,R,R,S'}"]
     chart = tmp_path / "a.svg"
-    monkeypatch.setattr("ptrain.cli.plan.derive", _planned)
+    monkeypatch.setattr("ptrain.cli.plan.derive", _plan_spec)
     monkeypatch.setattr("ptrain.cli.plan.load_facts", lambda spec, **_: None)
     assert main(["plan", "cp-ring", *words, "--json", "--chart", str(chart)]) == 0
     capsys.readouterr()
@@ -127,7 +128,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     assert bubble < tokens < sheet.height
 
 
-def _planned(spec, facts, **_):
+def _plan_spec(spec, facts, **_):
     from ptrain.derivation.estimate import derive
     from ptrain.plan.lower import built_in_facts
 

@@ -30,7 +30,7 @@ def test_a_suite_that_ends_without_a_summary_has_failed(page):
     assert page.summary("Segmentation fault")["failed"] == ["pytest gave no summary"]
 
 
-def test_what_is_kept_is_not_run_again_and_what_is_new_is_kept(page, tmp_path, monkeypatch):
+def test_cached_results_are_not_rerun_and_new_ones_are_cached(page, tmp_path, monkeypatch):
     kept, runs = tmp_path / "kept.json", []
     packages = {"torch": "2.15.0", "Python": "3.11", "numpy": "2", "transformers": "5"}
     monkeypatch.setattr(page, "versions", lambda _python: packages)

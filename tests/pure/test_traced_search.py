@@ -1,4 +1,4 @@
-"""A search over a model that no table tells of: what stands in for it, and what is traced."""
+"""A search over a model without tables: its substitute, and the traces it requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shapes() -> dict[str, ModelShape]:
     }
 
 
-def test_what_stands_in_for_a_preset_has_tables_and_as_many_parameters_a_block():
+def test_the_substitute_of_a_preset_has_tables_and_equal_parameters_per_block():
     assert len(shapes()) > 10
     for name, shape in shapes().items():
         like = stand_in(shape)
@@ -47,15 +47,15 @@ def test_what_stands_in_for_a_preset_has_tables_and_as_many_parameters_a_block()
         assert (like.layers, like.hidden, like.vocab) == (shape.layers, shape.hidden, shape.vocab)
 
 
-def test_tp_cuts_what_stands_in_for_qwens_blocks_as_it_cuts_those():
-    """5120 features are 40 heads of 128; the model's own 64 heads are 8192."""
+def test_tp_shards_the_substitute_of_qwen_like_qwens_blocks():
+    """5120 features are 40 heads of 128; qwen's 64 heads are 8192."""
     shape = shapes()["qwen3-32b"]
     like = stand_in(shape)
     assert (like.heads, like.kv_heads, like.head_dim) == (40, 8, 128)
     assert like.ffn > shape.ffn
 
 
-def test_attention_of_what_stands_in_is_over_the_models_own_heads():
+def test_attention_of_the_substitute_has_the_models_heads():
     """Of 32k tokens the scores of 64 heads are half of qwen3-32b's operations, and 40 are 1.6 times
     less; cut in two on tp each rank has half of them."""
     shape = shapes()["qwen3-32b"]
@@ -70,7 +70,7 @@ def test_attention_of_what_stands_in_is_over_the_models_own_heads():
     assert (changed.front, changed.behind) == (layer, layer)
 
 
-def test_a_model_that_tables_tell_of_is_scored_as_it_is():
+def test_a_model_with_tables_is_scored_directly():
     job = searched_job("llama3-8b", cluster="h100-8")
     assert job.stand_in is None and job.scored is job.base
 
@@ -91,7 +91,7 @@ def facts_of_own(layers: int, hidden: int, vocab: int, block: int) -> ModelFacts
     return ModelFacts(units=(*units, root), blocks=tuple(name for name, _ in tensors))
 
 
-def test_a_llama_with_blocks_as_large_stands_in_for_a_model_of_the_users():
+def test_a_llama_with_equal_blocks_substitutes_a_users_model():
     read: list[Spec] = []
 
     def facts(spec: Spec) -> ModelFacts:
@@ -109,7 +109,7 @@ def test_a_llama_with_blocks_as_large_stands_in_for_a_model_of_the_users():
     assert job.base.model.target == "somewhere:build" and job.sized.model == like
 
 
-def test_a_model_without_repeated_blocks_is_refused_with_the_key_that_names_them():
+def test_a_model_without_repeated_blocks_is_rejected_with_the_key_that_names_them():
     facts = replace(facts_of_own(layers=1, hidden=8, vocab=9, block=64), blocks=())
     words = [f"model={OWN}", "mesh=auto", "batch.global=64"]
     with pytest.raises(SpecError, match="repeated blocks") as raised:
@@ -141,7 +141,7 @@ def test_specs_that_differ_on_the_data_axes_are_one_cut_which_is_read_once():
     assert not traced.may_fit(other, 0.0), "another cut is one too many"
 
 
-def test_what_a_cut_takes_beyond_its_closed_form_is_taken_of_the_room():
+def test_the_excess_of_sharding_over_its_closed_form_is_subtracted_from_the_budget():
     spec = spec_of()
     room = 1e9
     traced = replace(cuts([]), room=room)
@@ -152,7 +152,7 @@ def test_what_a_cut_takes_beyond_its_closed_form_is_taken_of_the_room():
     assert traced.may_fit(cut, room - 2e6) and not traced.may_fit(cut, room - 1e6)
 
 
-def test_a_cut_that_cannot_be_traced_is_left_out():
+def test_sharding_that_cannot_be_traced_is_excluded():
     traced = cuts([], most=2)
     cut, other = traced.cut(spec_of()), traced.cut(spec_of("batch.micro=1"))
     traced.refusals[cut] = refused("mesh.tp", "its heads")
@@ -189,7 +189,7 @@ def test_a_cut_that_may_not_fit_by_another_is_tried_when_a_third_is_closer_to_it
     assert list(tried) == [large]
 
 
-def test_a_key_that_leaves_out_what_a_trace_depends_on_is_found():
+def test_an_incomplete_trace_key_is_detected():
     traced = cuts([])
     assert traced.cut(spec_of()) == traced.cut(spec_of("mesh.dp_shard=4"))
     with pytest.raises(AssertionError, match="is in the key"):

@@ -1,5 +1,5 @@
-"""The torch-free side of training: options, schedule, run folder, who is blamed, what a manifest
-guards."""
+"""The torch-free half of training: options, schedule, run folder, the blamed rank, and the
+manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptrain.train import failure, folder, options, parts, rank_start, tracker
 from ptrain.train.failure import Failure, LauncherSignals, Rank
 from ptrain.train.heading import rank_stage_texts
 from ptrain.train.parts import learning_rate
-from tests.pure.piped import spec
+from tests.pure.pipeline_specs import spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def test_the_spec_may_follow_its_overrides_and_there_is_one():
 
 
 @pytest.mark.parametrize("wrong", ["--nnodes=0", "--max-restarts=-1", "--measure=-3", "--nnodes=x"])
-def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
+def test_a_number_that_makes_no_sense_is_rejected(wrong, capsys):
     with pytest.raises(SystemExit) as left:
         options.parse_options(["ddp", wrong])
     assert left.value.code == 2
@@ -70,7 +70,7 @@ def test_several_nodes_need_a_place_to_meet():
 
 
 @pytest.mark.parametrize("word", [[], ["--rdzv-id", "job-4711"]])
-def test_nodes_meet_under_an_id_that_nobody_guesses(word):
+def test_nodes_meet_under_a_secret_id(word):
     with pytest.raises(PtrainError, match=r"--rdzv-id.*\n  remedy: .*--rdzv-id [0-9a-f]{32}"):
         options.parse_options(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1", *word])
 
@@ -106,7 +106,7 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["log.trackers=[tensorboard]"], ["--tensorboard"]])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+def test_a_tracker_that_is_not_installed_is_rejected_before_anything_is_written(
     words, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_a_tracker_that_is_named_twice_is_given_all_once():
     assert tracker.tracker_names(spec, chosen) == ("wandb", "tensorboard")
 
 
-def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
+def test_a_checkpoint_that_does_not_exist_is_rejected_at_once(tmp_path):
     with pytest.raises(PtrainError, match="no such folder"):
         options.parse_options(["ddp", "--resume", str(tmp_path / "none")])
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 # -- traces
 
 
-def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
+def test_a_profiled_step_beyond_the_last_is_rejected_with_the_range():
     spec = require_runnable(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
         options.require_profiled_steps(spec)
@@ -199,7 +199,7 @@ def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
     assert "SIGKILL" in blamed.cause
 
 
-def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
+def test_the_rank_that_raised_is_blamed_with_its_message(tmp_path):
     ranks = [
         rank(0, 3, said=LOST, tmp_path=tmp_path),
         rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
@@ -208,7 +208,7 @@ def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
     assert blamed.cause == "raised ValueError: no such token"
 
 
-def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_path):
+def test_a_live_silent_rank_is_blamed_for_the_ranks_that_wait_for_it(tmp_path):
     waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
     silent = rank(1, None, tmp_path=tmp_path)
     found = failure.find_failures([waiting, silent], time.monotonic())
@@ -241,7 +241,7 @@ def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
         ({"dp_shard": 2}, "1f1b", []),
     ],
 )
-def test_ranks_are_told_apart_by_what_they_have_of_the_model(mesh, schedule, parts):
+def test_ranks_are_distinguished_by_their_part_of_the_model(mesh, schedule, parts):
     pipeline = {"schedule": schedule} if "pp" in mesh else {}
     assert list(rank_stage_texts(spec(mesh, pipeline))) == parts
 
@@ -261,7 +261,7 @@ def test_an_orderly_end_is_no_failure(tmp_path, code):
     assert not failure.find_failures([ended], math.inf)
 
 
-def test_exit_code_1_without_a_summary_is_pythons_own_and_a_failure(tmp_path):
+def test_exit_code_1_without_a_summary_is_a_python_failure(tmp_path):
     ended = rank(0, 1, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
     assert failure.find_failures([ended], math.inf)

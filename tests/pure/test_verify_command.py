@@ -1,4 +1,4 @@
-"""`ptrain verify` before any rank starts: what it takes, what it refuses, and what it says."""
+"""`ptrain verify` before any rank starts: options, rejections, and messages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_under_torchrun_one_spec_is_verified():
         parse_options(["ddp", "zero1"])
 
 
-def test_a_run_folder_stands_for_the_spec_that_ran(tmp_path):
+def test_a_run_folder_verifies_its_spec(tmp_path):
     resolved = tmp_path / "spec.resolved.yaml"
     assert spec_source(str(tmp_path)) == str(tmp_path)  # refused as any folder is
     resolved.write_text("name: mine\n")
@@ -111,8 +111,8 @@ def test_a_name_of_a_spec_is_that_spec_whatever_folder_lies_there(tmp_path, monk
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What would be launched; each spec's ranks leave a record, in which the first fails."""
+def launched_specs(monkeypatch):
+    """Return the launched specs; their ranks leave a record, in which the first fails."""
     found = []
 
     def launch(argv, *, num_ranks, folder, parts, module):
@@ -127,16 +127,16 @@ def started(monkeypatch):
     return found
 
 
-def test_several_specs_and_lists_are_verified_one_after_the_other(started, capsys):
+def test_several_specs_and_lists_are_verified_one_after_the_other(launched_specs, capsys):
     assert main(["verify", "zero3", "zero1", "mesh.dp_shard=2,4", "--json", "--steps", "9"]) == 1
-    assert [(ranks, spec.name) for _, ranks, _, spec in started] == [
+    assert [(ranks, spec.name) for _, ranks, _, spec in launched_specs] == [
         (2, "zero3"),
         (4, "zero3"),
         (2, "zero1"),
         (4, "zero1"),
     ]
-    assert {asked.steps for asked, *_ in started} == {9}
-    assert {module for _, _, module, _ in started} == {"ptrain.verification"}
+    assert {asked.steps for asked, *_ in launched_specs} == {9}
+    assert {module for _, _, module, _ in launched_specs} == {"ptrain.verification"}
     records = json.loads(capsys.readouterr().out)
     assert [record["verdict"] for record in records] == ["fails", "holds", "holds", "holds"]
 
@@ -189,7 +189,7 @@ def test_a_stage_is_a_line_and_one_for_each_check_that_fails_or_all_of_them():
     assert lines[4].endswith("1 hold")
 
 
-def test_the_verdict_comes_last_and_names_the_root_cause():
+def test_the_verdict_is_last_and_names_the_root_cause():
     text = end_text((GOOD, BAD), torch="2.13.0", root_cause=CULPRIT, notes=("no dropout",))
     assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
     assert "root cause: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
@@ -202,7 +202,7 @@ def test_the_verdict_comes_last_and_names_the_root_cause():
     ("options", "words"),
     [({}, ["--steps", "20"]), ({"steps": 5}, ["--steps", "5"]), ({"quick": True}, ["--quick"])],
 )
-def test_a_test_verifies_with_as_many_steps_as_it_says_or_without_trajectories(
+def test_a_test_verifies_with_its_number_of_steps_or_without_trajectories(
     options, words, monkeypatch
 ):
     def ended(command, timeout, what):

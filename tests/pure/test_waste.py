@@ -1,4 +1,4 @@
-"""Waste that is planted: of each kind what it is, in modules that free by a call and by a name."""
+"""Planted waste: each kind, in modules that free by a call and by a name."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleTy
     return {name: benchmark_module(name) for name in names}
 
 
-def planted(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
+def planted_changes(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
     """By kind what stands in the place of statements."""
     (folder / "life.py").write_text(source, encoding="utf-8")
     mutants = modules["_waste"].of_module(folder, "life.py")
@@ -123,19 +123,19 @@ def planted(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:
 
 
 def test_waste_is_planted_where_memory_is_freed_by_a_call(modules, tmp_path):
-    assert planted(modules, tmp_path, COUNTED) == PLANTED
+    assert planted_changes(modules, tmp_path, COUNTED) == PLANTED
 
 
 def test_waste_is_planted_where_memory_is_freed_by_forgetting_its_name(modules, tmp_path):
-    assert planted(modules, tmp_path, NAMED) == PLANTED_BY_NAME
+    assert planted_changes(modules, tmp_path, NAMED) == PLANTED_BY_NAME
 
 
-def test_what_is_written_to_a_tape_rises_once_more_or_falls_too_late(modules, tmp_path):
+def test_extra_and_late_frees_on_a_tape_are_planted(modules, tmp_path):
     source = (
         "def start(self, size):\n    self.tape.add(size)\n    self.tape.spike(size)\n"
         "    self.tape.add(-size)\n    self.buffer = 0\n"
     )
-    rises = planted(modules, tmp_path, source)
+    rises = planted_changes(modules, tmp_path, source)
     assert rises["extra temporary"] == (
         "self.tape.add(size)\nself.tape.spike(size)",
         "self.tape.add(size)\nself.tape.spike(size)\nself.tape.add(-size)",
@@ -143,7 +143,7 @@ def test_what_is_written_to_a_tape_rises_once_more_or_falls_too_late(modules, tm
     assert rises["late release"] == ("self.buffer = 0\nself.tape.add(-size)", "pass")
 
 
-def test_a_mutant_is_the_file_with_one_place_changed_and_tells_it(modules, tmp_path):
+def test_a_mutant_is_the_file_with_one_named_change(modules, tmp_path):
     (tmp_path / "life.py").write_text(COUNTED, encoding="utf-8")
     mutants = modules["_waste"].of_module(tmp_path, "life.py")
     release = next(mutant for mutant in mutants if mutant.after == "pass")
@@ -162,7 +162,7 @@ def test_every_mutant_is_another_program(modules, tmp_path, source):
         assert changed != unchanged, mutant.name
 
 
-def test_the_draw_is_that_of_its_seed_and_takes_from_every_kind_alike(modules, tmp_path):
+def test_the_draw_depends_on_its_seed_and_covers_every_kind(modules, tmp_path):
     for number in range(8):
         (tmp_path / f"life{number}.py").write_text(COUNTED, encoding="utf-8")
     waste = modules["waste"]
@@ -176,7 +176,7 @@ def test_the_draw_is_that_of_its_seed_and_takes_from_every_kind_alike(modules, t
     assert len(waste.next_mutants(first, 10**6)) == sum(draw.every for draw in first) - 18
 
 
-def test_the_page_tells_what_was_put_aside_from_what_survives(modules):
+def test_the_page_separates_excluded_from_surviving_mutants(modules):
     waste, mutant = modules["waste"], modules["_mutant"].Mutant
     mutants = [
         mutant(

@@ -1,4 +1,4 @@
-"""Counts of names and docstrings that are to be reworded, and what is said where one rises."""
+"""The counts of names and docstrings to be reworded, and the message if one rises."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every other word for a key or a value, and what the user is told of it, from lists of their own;
-what waits, what a command line displaces and what follows from what. A test is a whole table."""
+"""Messages for words of other tools, unsupported features and overridden keys, compared with
+independent lists. A test is a full table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ptrain.spec.placement import M
 from ptrain.spec.resolve_sections import CHUNK
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import UNWRITTEN, to_yaml
-from tests.pure.changes import BASE, faults, loaded
+from tests.pure.changes import BASE, faults, load_changed
 
 
 def remedies(**changes: object) -> dict[str, str]:
@@ -38,7 +38,7 @@ def leaf(kind: type, name: str) -> Any:
     return next(each for each in hint.__metadata__ if isinstance(each, Leaf))
 
 
-def told(kind: Leaf, value: object) -> str:
+def answer_to(kind: Leaf, value: object) -> str:
     with pytest.raises(RejectedValue) as caught:
         kind.check(value)
     return caught.value.remedy
@@ -66,7 +66,7 @@ KEYS = meanings(
 )
 
 
-def test_every_key_of_other_tools_is_told_what_it_is_called_here():
+def test_every_key_of_other_tools_is_answered_with_its_name_in_ptrain():
     asked = {word: f"Use `{key.replace('=', ': ')}`." for word, key in KEYS.items()}
     found = remedies(**dict.fromkeys(KEYS, 1))
     assert {word: said[: len(asked[word])] for word, said in found.items()} == asked
@@ -74,19 +74,19 @@ def test_every_key_of_other_tools_is_told_what_it_is_called_here():
     assert "gradient" not in check.foreign_keys()
 
 
-def test_every_word_for_a_tier_is_told_the_tier():
+def test_every_word_for_a_tier_is_answered_with_the_tier():
     tiers = meanings("nvme disk ssd: file; cpu ram: host; gpu cuda: device")
     assert tiers == slips.TIER_SLIPS
     modes = {word: slips.normalize_mode(f"R@{word}") for word in tiers}
     assert modes == meanings("nvme disk ssd: R@file; cpu ram: R@host; gpu cuda: R")
     assert leaf(Offload, "tier").slips == leaf(Offload, "update").slips == tiers
-    tier = {word: told(leaf(Offload, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
+    tier = {word: answer_to(leaf(Offload, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
     assert tier == {word: f"Did you mean {tiers[word]!r}?" for word in tier}
-    update = {word: told(leaf(Offload, "update"), word) for word in ("gpu", "cuda", "cpu")}
+    update = {word: answer_to(leaf(Offload, "update"), word) for word in ("gpu", "cuda", "cpu")}
     assert update == {word: f"Did you mean {tiers[word]!r}?" for word in update}
 
 
-def test_what_others_call_a_checkpoint_is_told_to_be_recomputed():
+def test_other_names_of_checkpointing_are_answered_with_recompute():
     words = ("full", "selective", "attention", "block", "activations", "gradient", "true", True)
     policies = {word: slips.suggest_recompute(word).partition("`recompute=")[2] for word in words}
     assert {word: said.partition("`")[0] for word, said in policies.items()} == {
@@ -123,27 +123,27 @@ SLIPS = {
 }
 
 
-def test_every_other_word_for_a_value_is_told_the_word_that_is_taken():
+def test_every_synonym_of_a_value_is_answered_with_the_accepted_word():
     known = {place: leaf(*place) for place in SLIPS}
     assert {place: each.slips for place, each in known.items()} == {
         place: meanings(words) for place, words in SLIPS.items()
     }
     for place, words in SLIPS.items():
         for word, meant in meanings(words).items():
-            assert told(known[place], word) == f"Did you mean {meant!r}?", word
+            assert answer_to(known[place], word) == f"Did you mean {meant!r}?", word
             assert meant in known[place].words
 
 
-def test_a_split_by_another_word_is_told_the_word_that_is_taken():
+def test_a_synonym_of_split_is_answered_with_the_accepted_word():
     words = meanings("balanced auto: parameters; even uniform: layers")
     split = leaf(PipelineSpec, "split")
     assert split.options[0].slips == words
-    assert {word: told(split, word) for word in words} == {
+    assert {word: answer_to(split, word) for word in words} == {
         word: f"Did you mean {meant!r}?" for word, meant in words.items()
     }
 
 
-def test_asynchronous_schedules_and_moving_layers_are_told_why_there_are_none():
+def test_asynchronous_schedules_and_moving_layers_are_answered_with_a_reason():
     schedule, split = leaf(PipelineSpec, "schedule"), leaf(PipelineSpec, "split")
     for word in [
         "pipedream",
@@ -154,14 +154,14 @@ def test_asynchronous_schedules_and_moving_layers_are_told_why_there_are_none():
         "pipemare",
         "wpipe",
     ]:
-        assert "Theorem 3" in told(schedule, word), word
+        assert "Theorem 3" in answer_to(schedule, word), word
     for word in ["dynamic", "adaptive", "rebalance", "elastic", "runtime", "Elastic"]:
-        assert "--resume" in told(split, word), word
-    assert told(split, [0]) == "Use numbers of layers from 1 to 10000, for example `[3, 5]`."
+        assert "--resume" in answer_to(split, word), word
+    assert answer_to(split, [0]) == "Use numbers of layers from 1 to 10000, for example `[3, 5]`."
     assert MAX_LAYERS == 10_000 and MAX_SAMPLES == 2_147_483_647
 
 
-def test_activations_in_words_are_told_their_mode():
+def test_words_for_activation_modes_are_answered_with_the_mode():
     words = meanings(
         """recompute recomputed checkpoint checkpointing full: M;
         offload offloaded host cpu: O; keep none: R"""
@@ -174,7 +174,7 @@ def test_activations_in_words_are_told_their_mode():
     assert said == {"Checkpoint": "Did you mean `M`?", "cpu": "Did you mean `O`?"}
 
 
-def test_every_mode_may_be_written_and_activations_know_two_more():
+def test_every_mode_is_accepted_and_activations_have_two_more():
     modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
     assert list(MODE_MEANINGS) == modes == list(ModeText.modes)
     assert list(KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
@@ -189,10 +189,10 @@ def test_blocks_are_ranges_of_up_to_five_digits():
         "0-7": "M", "8": "R", "12345-": "O",
     }  # fmt: skip
     for wrong in ("123456", "-3", "a", "1--2", "1-2-3", ""):
-        assert "first-last" in told(ModesByBlock(""), {wrong: "M"})
+        assert "first-last" in answer_to(ModesByBlock(""), {wrong: "M"})
 
 
-def test_all_that_waits_is_refused_at_its_place_with_what_works():
+def test_all_unsupported_values_are_rejected_at_their_place_with_an_alternative():
     found = faults(
         tensor={"asynchronous": True},
         expert={"a": 1},
@@ -215,34 +215,37 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
     assert "CUDA" in why["tensor.asynchronous"] and "sdpa selects it" in why["attention"]
 
 
-def test_what_works_of_all_that_waits_is_taken():
+def test_the_alternatives_of_unsupported_values_are_accepted():
     for word in ("sdpa", "eager", "flex", "math"):
-        assert loaded(attention=word, compile=False, tensor={"asynchronous": False})
-    assert loaded(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
+        assert load_changed(attention=word, compile=False, tensor={"asynchronous": False})
+    assert load_changed(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
 
 
-def test_flash_is_refused_as_what_waits_and_nothing_else():
+def test_flash_is_rejected_only_as_unsupported():
     assert list(faults(attention="flash")) == ["attention"]
 
 
 def test_words_for_attention_loss_and_buckets_have_their_values():
-    attention = {word: loaded(attention=word).model.attention.value for word in ("sdpa", "math")}
-    assert attention | {"": loaded().model.attention.value} == {
+    attention = {
+        word: load_changed(attention=word).model.attention.value for word in ("sdpa", "math")
+    }
+    assert attention | {"": load_changed().model.attention.value} == {
         "sdpa": "sdpa", "math": "eager", "": "sdpa",
     }  # fmt: skip
-    assert loaded(bucket="per-tensor").bucket_bytes == 1
-    assert loaded(bucket="whole").bucket_bytes == 2**40
-    assert loaded(bucket="size").bucket_bytes == loaded().bucket_bytes == 25 * 2**20
-    losses = {word: loaded(loss=word).loss for word in ("cross-entropy", "chunked", "fused")}
+    assert load_changed(bucket="per-tensor").bucket_bytes == 1
+    assert load_changed(bucket="whole").bucket_bytes == 2**40
+    assert load_changed(bucket="size").bucket_bytes == load_changed().bucket_bytes == 25 * 2**20
+    losses = {word: load_changed(loss=word).loss for word in ("cross-entropy", "chunked", "fused")}
     assert {word: (loss.chunk, loss.fused) for word, loss in losses.items()} == {
         "cross-entropy": (None, False), "chunked": (1024, False), "fused": (1024, True),
     }  # fmt: skip
-    assert CHUNK == 1024 and loaded(loss={"chunk": 7}).loss.chunk == 7
+    assert CHUNK == 1024 and load_changed(loss={"chunk": 7}).loss.chunk == 7
 
 
 def test_words_for_recomputation_have_their_policies_and_are_written_again():
     modes = {
-        word: loaded(activations="M", recompute=word) for word in ("full", "selective", "attention")
+        word: load_changed(activations="M", recompute=word)
+        for word in ("full", "selective", "attention")
     }
     policies = {word: asdict(spec.activations.default.policy) for word, spec in modes.items()}
     assert policies == {
@@ -253,28 +256,31 @@ def test_words_for_recomputation_have_their_policies_and_are_written_again():
     assert {word: spec.resolved["recompute"] for word, spec in modes.items()} == {
         word: word for word in modes
     }
-    assert loaded(recompute="none").activations.default.policy is None
-    assert modes["full"].resolved["activations"] == "M" and "activations" not in loaded().resolved
+    assert load_changed(recompute="none").activations.default.policy is None
+    assert (
+        modes["full"].resolved["activations"] == "M"
+        and "activations" not in load_changed().resolved
+    )
     assert UNWRITTEN == {
         "activations": "R", "recompute": "none", "attention": "sdpa", "loss": "cross-entropy",
     }  # fmt: skip
-    assert not set(UNWRITTEN) & set(loaded().resolved)
+    assert not set(UNWRITTEN) & set(load_changed().resolved)
 
 
 def test_activations_of_all_blocks_are_those_from_block_0_on():
-    assert loaded(activations={"0-": "M"}) == loaded(activations="M")
-    assert loaded(activations={"0-": "M"}).activations.by_block == ()
-    assert loaded(activations={"1-": "M"}).activations.by_block[0][:2] == (1, None)
+    assert load_changed(activations={"0-": "M"}) == load_changed(activations="M")
+    assert load_changed(activations={"0-": "M"}).activations.by_block == ()
+    assert load_changed(activations={"1-": "M"}).activations.by_block[0][:2] == (1, None)
 
 
 def test_optimizers_and_models_have_the_figures_of_their_papers():
     momenta = {
-        name: loaded(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
+        name: load_changed(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
     }
     assert momenta == {"muon": 0.95, "sgd": 0.0}
     shape = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 3, "vocab": 259}
-    assert loaded(model=shape).model.rope_base == 10_000.0
-    assert loaded(model=shape | {"family": "gpt"}).model.rope_base == 10_000.0
+    assert load_changed(model=shape).model.rope_base == 10_000.0
+    assert load_changed(model=shape | {"family": "gpt"}).model.rope_base == 10_000.0
 
 
 def test_a_key_on_the_command_line_displaces_the_one_that_excludes_it():
@@ -302,7 +308,7 @@ def test_overrides_begin_with_a_dotted_key_and_name_the_command_line():
     assert load.parse_override("a=b--").text == "b--"
 
 
-def test_a_file_and_an_override_are_told_apart_by_what_they_set():
+def test_a_file_and_an_override_are_distinguished_by_the_keys_they_set():
     swept = {
         "placement.dp_shard=S*,S,S,R": 1, "placement=S*,S,S,R": 1, "placement=zero1,zero2": 2,
         "placement.dp_shard.gradients=R,S": 2, "mesh.dp_shard=1,2,4": 3, "zero3": 1, "a,b": 1,
@@ -337,8 +343,8 @@ def test_short_forms_have_their_keys():
     assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
-    assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()
-    ddp = loaded(placement={"dp": "R,R,R,R"}, mesh={"dp": 2})
+    assert load_changed(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == load_changed()
+    ddp = load_changed(placement={"dp": "R,R,R,R"}, mesh={"dp": 2})
     assert [factor.axis.value for factor in ddp.factors] == ["dp_replicate"]
 
 
@@ -352,7 +358,7 @@ def test_a_section_that_is_missing_or_no_mapping_is_the_only_fault():
     assert check.validate(load._from_mapping(BASE | {"batch": 3}))[0].batch.sequence == 1
 
 
-def test_sizes_name_an_example_of_their_own_kind():
+def test_sizes_name_an_example_of_their_kind():
     budget, bucket = leaf(RecomputeRaw, "budget"), leaf(SpecRaw, "bucket_bytes")
     assert (budget.example, bucket.example) == ("2 GiB", "25 MiB")
     found = faults(cluster={"device_memory": "x", "intra_node_bandwidth": "x", "devices": [2]})

@@ -1,5 +1,5 @@
-"""What a rank computes, operator by operator, against the second opinion on its operations, and
-against what is counted by hand."""
+"""The operations of a rank by operator, compared with an independent count and hand-written
+figures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def flops(passes: Iterable[PassWork]) -> int:
     return sum(item.flops * item.times for item in listed if isinstance(item, Operator))
 
 
-def known(cut: str, kept: Iterable[str]) -> list[str]:
+def with_known_work(cut: str, kept: Iterable[str]) -> list[str]:
     """Of a naive plan no table holds what a loss in chunks computes."""
     return [name for name in kept if (cut, name) != ("tp-naive", "chunk")]
 
@@ -111,7 +111,7 @@ def second_opinion(derivation: Derivation) -> tuple[int, int]:
 @pytest.mark.parametrize("cut", CUTS)
 def test_operators_have_the_operations_of_the_second_opinion(cut: str, attention: str):
     ways = KEPT if cut == "whole" else ("selective", "mixture", "chunk")
-    for model, kept in product(MODELS, known(cut, ways)):
+    for model, kept in product(MODELS, with_known_work(cut, ways)):
         derivation = derive(spec_of(model, kept, cut, attention=attention))
         work, times = work_of(derivation), derivation.plan.accumulate.micro_batches
         forward = times * flops(part.forward for part in parts(work))
@@ -149,7 +149,9 @@ def test_a_cut_block_awaits_its_sums_in_their_places():
 
 @pytest.mark.parametrize("cut", [name for name in CUTS if name.startswith("tp")])
 def test_collectives_within_the_passes_are_those_of_the_exact_column(cut: str):
-    for model, kept in product(("llama", "gpt-dropout"), known(cut, ("R", "full", "chunk"))):
+    for model, kept in product(
+        ("llama", "gpt-dropout"), with_known_work(cut, ("R", "full", "chunk"))
+    ):
         derivation = derive(spec_of(model, kept, cut))
         work, times = work_of(derivation), derivation.plan.accumulate.micro_batches
         payload: dict[Collective, int] = {}
@@ -192,7 +194,7 @@ def test_both_halves_of_a_backward_pass_multiply_as_much_as_the_whole_one():
     assert work.front.weights == work.front.backward and not work.front.inputs
 
 
-def test_what_nobody_knows_is_said():
+def test_unknown_operations_are_reported():
     derivation = derive(spec_of("llama", "R", "whole", loss={"chunk": 5, "fused": True}))
     of = derivation.spec, derivation.plan, derivation.facts
     assert "fused loss" in why_unknown(*of) and model_work(*of) is None

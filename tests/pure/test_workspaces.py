@@ -1,5 +1,4 @@
-"""What kernels take within themselves is a row of its own: a figure where torch's sources give one,
-else unknown."""
+"""Kernel workspaces are a separate row: a figure if torch's sources give one, otherwise unknown."""
 
 from __future__ import annotations
 
@@ -61,11 +60,11 @@ def test_a_rank_of_tp_has_its_heads_alone_and_whole_tiles_of_rows():
         (of_8b(86), "backward pass of attention"),
     ],
 )
-def test_what_is_not_known_is_unknown(spec, unknown):
+def test_unknown_workspaces_are_unknown(spec, unknown):
     assert sizes(spec)[unknown] is None
 
 
-def test_attention_operator_by_operator_has_no_kernel_of_its_own():
+def test_operator_by_operator_attention_has_no_kernel_workspace():
     assert [*sizes(of_8b(90, "attention=eager"))] == [
         "products (cuBLAS)",
         "sums over tokens (gradients of norms and biases)",
@@ -84,11 +83,11 @@ def test_attention_operator_by_operator_has_no_kernel_of_its_own():
         (512, 1024, 0),
     ],
 )
-def test_sums_over_rows_leave_what_an_h100_held(rows, columns, size):
+def test_row_sums_leave_the_memory_measured_on_an_h100(rows, columns, size):
     assert sum_of_rows(rows, columns) == size
 
 
-def test_what_an_h100_held_in_attentions_backward_pass():
+def test_the_backward_pass_of_attention_has_the_workspace_measured_on_an_h100():
     shape = {"batch": 2, "heads": 8, "sequence": 1024, "head_dim": 128}
     assert sum(attention_backward("cudnn", 2, **shape)) == 8_454_400
     assert sum(attention_backward("efficient", 4, **shape)) == 8_519_680
@@ -101,7 +100,7 @@ def test_products_with_a_bias_have_a_workspace_more():
     assert sizes(with_bias)["products with a bias (cuBLASLt)"] == MIB
 
 
-def test_nobody_knows_the_workspace_for_a_bias_of_other_gpus():
+def test_the_workspace_for_a_bias_on_other_gpus_is_unknown():
     assert (
         sizes(of_8b(80, "model.preset=gpt2-124m", "batch.sequence=1024"))[
             "products with a bias (cuBLASLt)"
@@ -110,7 +109,7 @@ def test_nobody_knows_the_workspace_for_a_bias_of_other_gpus():
     )
 
 
-def test_sums_do_not_depend_on_what_is_deterministic():
+def test_sums_do_not_depend_on_deterministic_mode():
     row = "sums over tokens (gradients of norms and biases)"
     assert sizes(of_8b(90, "deterministic=true"))[row] == sizes(of_8b(90))[row]
 
@@ -119,7 +118,7 @@ def test_processors_have_none():
     assert workspaces(of_8b(80, "device=cpu")) == ()
 
 
-def test_the_row_says_what_of_the_reserved_is_within_kernels():
+def test_the_row_shows_the_share_of_reserved_memory_in_kernels():
     spaces = (Workspace("products, all the time", 2 * MIB), Workspace("collectives", None))
     *_, table = reserved_lines({"default segments": None}, spaces)
     assert "of that within kernels" in table and "2 MiB" in table and "unknown" in table

@@ -1,5 +1,5 @@
-"""What a spec writes stays as it is in every candidate of a search, and what is `auto` or not
-written is searched."""
+"""Values written in a spec are fixed in every candidate of a search; `auto` and missing values are
+searched."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_a_tuple_that_is_written_is_in_every_candidate(source, words, axis, expe
     assert tuples(specs, axis) == expected
 
 
-def test_what_is_tried_off_the_device_is_on_the_tier_that_is_written():
+def test_offloading_candidates_use_the_written_tier():
     specs = candidates("nvme-offload", "placement=auto", "offload.tier=file", devices=2)
     placed = {f.placement[state].tier for s in specs for f in s.factors for state in PLACED}
     kept = {tier for spec in specs for tier in spec.activations.tiers}
     assert placed == kept == {Tier.DEVICE, Tier.FILE}
 
 
-def test_auto_is_searched_wherever_it_stands():
+def test_auto_is_searched_at_every_key():
     words = "placement=auto", "batch.micro=auto", "unit=auto"
     specs = candidates("hsdp", *words)
     assert len(tuples(specs, Axis.DP_SHARD)) > 5
@@ -147,14 +147,14 @@ def test_how_blocks_keep_activations_is_as_it_is_written(words, expected):
     assert {recompute_of(spec) for spec in specs} == expected
 
 
-def test_what_stays_is_said(capsys):
+def test_fixed_values_are_listed(capsys):
     words = ["mesh.dp_shard=auto", "unit=2 blocks", "activations=M", "--devices", "2"]
     assert main(["select", "zero3", *words, "--exact", "2"]) == 0
     stays = "placement.dp_shard=S*,S,S,R, unit=2 blocks, recompute=selective or full"
     assert f"fixed by the spec: {stays}" in capsys.readouterr().out
 
 
-def test_a_tier_whose_rates_the_cluster_lacks_is_searched_all_the_same(capsys):
+def test_a_tier_without_rates_is_searched(capsys):
     words = ["llama3-8b", "--cluster", "h100-8", "offload.tier=file", "batch.global=8"]
     where = ["--where", "recompute=full", "--where", "pp=1", "--where", "tp=1", "--exact", "2"]
     assert main(["select", *words, *where]) == 0
@@ -198,7 +198,7 @@ def test_words_of_a_candidate_load_to_it(source, words):
             assert getattr(loaded, field) == getattr(row.spec, field), field
 
 
-def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
+def test_the_overrides_of_a_candidate_reset_open_keys(tmp_path):
     file = tmp_path / "open.yaml"
     lines = (
         "model: {preset: llama-tiny}",
@@ -233,6 +233,6 @@ def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
         ([_OPEN, "placement.dp_shard=zero4"], "no strategy named"),
     ],
 )
-def test_what_is_written_wrongly_is_told(words, finding):
+def test_an_invalid_value_is_reported(words, finding):
     with pytest.raises(SpecError, match=finding):
         searched_job("zero3", words, devices=2)

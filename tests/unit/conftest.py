@@ -1,4 +1,4 @@
-"""What several modules of this folder are given."""
+"""Fixtures shared by modules of this folder."""
 
 from __future__ import annotations
 

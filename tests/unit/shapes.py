@@ -1,4 +1,4 @@
-"""Small shapes of both families, tied and untied, none of whose sizes is round; their traces."""
+"""Small shapes of both families, tied and untied, with no round sizes; their traces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ COMPOSED = [
 ]
 
 
-def traced(
+def trace_shape(
     shape: ModelShape,
     dtype: torch.dtype,
     unit: UnitSize | None = None,

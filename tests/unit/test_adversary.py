@@ -1,5 +1,5 @@
-"""`exact` and `simulated` are equal, to the byte and to the operation, of specs that are drawn from
-the whole grammar, and of those in which they once were not."""
+"""The `exact` and `simulated` columns are equal, to the byte and the operation, for random specs of
+the full grammar and for specs that once failed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 
 from ptrain.report.record import Check
 from tests.adversary import disagreements, search
-from tests.adversary.disagreements import compared
-from tests.adversary.random_specs import drawn
+from tests.adversary.disagreements import compare_columns
+from tests.adversary.random_specs import random_spec
 from tests.torch_release import is_since
-from tests.unit.seen_failures import SEEN
+from tests.unit.fixed_failures import SEEN
 
 # Small draws, a second each.
 SEEDS = (42, 55, 75, 136)
@@ -18,11 +18,11 @@ AT_ONCE, NIGHTLY = 10, 300
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(seed):
-    """One of its three ranks, by the seed."""
-    draw = drawn(seed)
+def test_a_random_spec_simulates_as_predicted(seed):
+    """One of its three ranks, chosen by the seed."""
+    draw = random_spec(seed)
     rank = draw.ranks[seed % len(draw.ranks)]
-    comparison = compared(draw.written, (rank,))
+    comparison = compare_columns(draw.written, (rank,))
     assert comparison.figures and not comparison.refused
     assert not comparison.differing, "\n".join(map(str, comparison.differing))
 
@@ -33,8 +33,8 @@ def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(seed):
 def test_hundreds_of_drawn_specs_do(first):
     failing, num_compared = [], 0
     for seed in range(first, first + AT_ONCE):
-        draw = drawn(seed)
-        comparison = compared(draw.written, draw.ranks)
+        draw = random_spec(seed)
+        comparison = compare_columns(draw.written, draw.ranks)
         num_compared += comparison.figures > 0
         failing += [f"seed {seed}: {row}" for row in comparison.differing]
     assert not failing, "\n".join(failing)
@@ -48,20 +48,20 @@ def test_a_spec_that_once_failed_does(seen):
             pytest.skip("its fake tensors have attention's statistics of fp64 in fp32")
         if "fused" in str(seen.written):
             pytest.skip("it has no loss that is fused")
-    comparison = compared(seen.written, (seen.rank,))
+    comparison = compare_columns(seen.written, (seen.rank,))
     assert comparison.figures and not comparison.refused
     assert not comparison.differing, "\n".join(map(str, comparison.differing))
 
 
-def test_a_spec_that_simulate_refuses_and_one_that_raises_are_told_apart(monkeypatch):
-    refused = compared(SEEN[0].written | {"attention": "flex"}, (0,))
+def test_a_spec_rejected_by_simulate_is_distinguished_from_one_that_raises(monkeypatch):
+    refused = compare_columns(SEEN[0].written | {"attention": "flex"}, (0,))
     assert "flex_attention" in refused.refused and not refused.differing
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by 0")
 
     monkeypatch.setattr(disagreements, "simulate", broken)
-    (row,) = compared(SEEN[0].written, (0,)).differing
+    (row,) = compare_columns(SEEN[0].written, (0,)).differing
     assert str(row) == "rank 0: crash ZeroDivisionError: by 0"
 
 
@@ -74,7 +74,7 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(monkeypatch)
         return disagreements.Comparison(figures=3, differing=(row,))
 
     monkeypatch.setattr(search, "compared", always)
-    account = search.Account()
+    account = search.SearchReport()
     search.examine(55, account)
     search.examine(56, account)
     failure, again = account.failures

@@ -23,7 +23,7 @@ def test_a_public_docstring_names_every_parameter(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in STARTS_RANKS])
-def test_the_example_of_a_public_docstring_prints_what_it_shows(name):
+def test_the_example_of_a_public_docstring_prints_its_output(name):
     text = inspect.getdoc(getattr(ptrain, name))
     example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     if not example.examples:

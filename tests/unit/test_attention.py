@@ -1,4 +1,4 @@
-"""The kinds of attention: one function, three ways."""
+"""The kinds of attention: one function in three implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_kind(shape: ModelShape, kind: Attention, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_eager_attention_is_torchs_own_within_rounding(shape):
+def test_eager_attention_equals_torchs_within_rounding(shape):
     rows, found = tokens_of(shape), []
     for kind in (Attention.SDPA, Attention.EAGER):
         model = with_kind(shape, kind)
@@ -42,8 +42,8 @@ def test_eager_attention_is_torchs_own_within_rounding(shape):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
-def test_eager_attention_drops_what_torchs_own_drops():
-    """torch's own goes operator by operator where probabilities are dropped."""
+def test_eager_attention_drops_what_torchs_drops():
+    """torch's implementation goes operator by operator if probabilities are dropped."""
     shape, logits = replace(SMALL_GPT, dropout=0.3), []
     for kind in (Attention.SDPA, Attention.EAGER):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_eager_attention_drops_what_torchs_own_drops():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_scores_of_eager_attention_are_a_storage_of_their_own(dtype):
+def test_scores_of_eager_attention_have_a_separate_storage(dtype):
     class Births(Ledger):
         sizes_born: list[int]
 
@@ -74,7 +74,7 @@ def test_scores_of_eager_attention_are_a_storage_of_their_own(dtype):
     assert scores not in sizes[Attention.SDPA]
 
 
-def test_flex_attention_is_torchs_own_where_no_gradient_is_asked_for():
+def test_flex_attention_equals_torchs_without_gradients():
     shape = SHAPES[0]
     with torch.no_grad(), Ledger():
         own, flex = (
@@ -83,7 +83,7 @@ def test_flex_attention_is_torchs_own_where_no_gradient_is_asked_for():
     torch.testing.assert_close(own, flex, rtol=1e-12, atol=1e-12)
 
 
-def test_flex_attention_is_refused_where_it_has_no_backward_pass():
+def test_flex_attention_is_rejected_where_it_has_no_backward_pass():
     model = HuggingFaceModel(hf="LlamaForCausalLM", attention=Attention.FLEX)
     require_trainable(model, torch.device("cuda"))
     require_trainable(replace(model, attention=Attention.EAGER), torch.device("cpu"))
@@ -94,21 +94,21 @@ def test_flex_attention_is_refused_where_it_has_no_backward_pass():
         FlexCore()(q, q, q)
 
 
-def test_flex_attention_refuses_dropout():
+def test_flex_attention_rejects_dropout():
     shape = replace(SMALL_GPT, dropout=0.1, attention=Attention.FLEX)
     with pytest.raises(SpecError, match="flex_attention has no dropout"):
         build_model(shape, sequence=8)
 
 
 @pytest.mark.parametrize("kind", Attention)
-def test_classes_of_transformers_take_the_kind_that_the_spec_says(kind):
+def test_transformers_classes_use_the_attention_of_the_spec(kind):
     pytest.importorskip("transformers")
     model = build_model(HuggingFaceModel(hf="llama", config=LLAMA, attention=kind), sequence=8)
     wanted = {Attention.FLEX: "flex_attention"}.get(kind, kind.value)
     assert model.config._attn_implementation == wanted
 
 
-def test_a_class_of_transformers_without_the_kind_is_refused():
+def test_a_class_of_transformers_without_the_kind_is_rejected():
     pytest.importorskip("transformers")
     model = HuggingFaceModel(hf="bloom", config={"hidden_size": 16, "n_head": 2, "n_layer": 1})
     with pytest.raises(SpecError, match=r"does not support sdpa\n.*`attention=eager`"):

@@ -1,5 +1,5 @@
-"""A processor stands in for a GPU's attention where it has a kernel too, and for its norms; where
-attention goes operator by operator, nobody knows what the GPU does."""
+"""A CPU replaces a GPU's attention if it has the same kernel, and its norms; operator-by-operator
+attention of a GPU is unknown."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_attention_that_is_no_kernel_here_is_noted(query, value, noted):
 
 
 @pytest.mark.parametrize(("kept", "is_known"), [("M", False), ("O", True)])
-def test_what_is_derived_and_what_is_simulated_know_the_same_attention(kept, is_known, monkeypatch):
-    """Of activations that leave GPUs no GPU's kernels are counted, so that any will do."""
+def test_prediction_and_simulation_use_the_same_attention(kept, is_known, monkeypatch):
+    """No GPU kernels are counted for offloaded activations, so any attention will do."""
     choice = {"80": {"fp32": [[8, 256, "flash"]]}, "90": {"fp32": []}}
     table = {"choice": choice, "ungrouped": []}
     monkeypatch.setattr(kernels, "_of_torch", lambda name, _torch: table[name])
@@ -74,7 +74,7 @@ def test_attention_that_is_no_kernel_there_goes_operator_by_operator_here():
     assert 2 * 4 * 3 * 3 * 4 in recorder.recording().sizes.values()  # scores
 
 
-def test_what_attention_with_a_mask_is_there_nobody_knows():
+def test_masked_attention_on_gpus_is_unknown():
     query, key = torch.zeros(2, 4, 3, 8, requires_grad=True), torch.zeros(2, 2, 3, 8)
     mask = torch.zeros(3, 3)
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown:

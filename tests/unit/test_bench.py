@@ -1,4 +1,4 @@
-"""A stopwatch's arithmetic, of clocks that a test turns: what ranks take in turns on a core."""
+"""The stopwatch of the bench with simulated clocks: ranks that take turns on a core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptrain.runtime.world import World
 
 
 class Clocks:
-    """Seconds on the wall and of a processor."""
+    """The seconds of a wall clock and of a CPU clock."""
 
     def __init__(self) -> None:
         self.wall = self.processor = 0.0
@@ -57,8 +57,8 @@ def test_of_ranks_that_share_cores_a_processors_seconds_count_as_often_as_there_
     assert taken == pytest.approx(seconds)
 
 
-def test_a_patient_bench_measures_what_ranks_do_together_more_often(clocks):
-    """In as many more meetings of as long, up to as many more."""
+def test_a_patient_bench_measures_more_rounds(clocks):
+    """More meetings of equal length, up to a larger limit."""
     patient = Bench(World(device=torch.device("cpu")), deadline=1000.0, patience=3.0)
     usual = of_turns(1.0)
     assert (len([*usual.iter_rounds(9)]), len([*patient.iter_rounds(9)])) == (9, 27)
@@ -73,8 +73,8 @@ def test_a_patient_bench_measures_what_ranks_do_together_more_often(clocks):
     assert calls[1] == pytest.approx(3 * calls[0], rel=0.15)
 
 
-def test_what_the_host_issues_ends_when_it_is_issued(clocks, monkeypatch):
-    """The device, which is done later, is awaited ahead of a call alone."""
+def test_host_issue_time_ends_when_the_call_is_issued(clocks, monkeypatch):
+    """The device finishes later and is awaited before a single call."""
     monkeypatch.setattr(Bench, "synchronize_device", lambda _: clocks.pass_by(9e-3, 0.0))
     issued = of_turns(1.0).issuing_seconds(lambda: clocks.pass_by(3e-3, 3e-3))
     assert issued == pytest.approx(3e-3)
@@ -90,8 +90,8 @@ def test_who_waits_in_a_meeting_leaves_its_core_to_those_that_compute(clocks):
     assert of_turns(1.0).meeting_seconds(meet) == pytest.approx(3e-3)
 
 
-def test_messages_take_what_computing_takes_longer_beside_them(clocks):
-    """Those that are under way at the end of a round, too."""
+def test_messages_take_the_time_by_which_they_slow_compute(clocks):
+    """Messages in flight at the end of a round count too."""
     pending = []
 
     @contextmanager
@@ -104,6 +104,6 @@ def test_messages_take_what_computing_takes_longer_beside_them(clocks):
     assert of_turns(1.0).added_seconds(messages, parts=2) == pytest.approx(2e-3)
 
 
-def test_what_is_left_out_for_want_of_time_lies_between_sizes_that_are_not():
+def test_points_without_a_measurement_are_interpolated():
     assert [*_ends_first((1, 2, 3, 4))] == [1, 4, 3, 2]
     assert [*_ends_first((1,))] == [1]

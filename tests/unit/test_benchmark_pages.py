@@ -29,7 +29,7 @@ def quick(name: str) -> str:
     return found.stdout
 
 
-def test_ranks_that_load_published_weights_read_and_hold_what_they_keep():
+def test_ranks_that_load_published_weights_read_only_their_shards():
     text = quick("loading")
     assert text.count("| holds |\n") == 32  # rows of placements
     assert "Verdict: holds.\n" in text
@@ -47,7 +47,7 @@ def kit(folder: Path, *slices: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_gpu_kit_runs_dry_slice_by_slice_and_goes_on_where_it_stopped(tmp_path):
+def test_the_gpu_kit_runs_dry_slice_by_slice_and_resumes(tmp_path):
     first, second = (kit(tmp_path, "kernels", "blocks") for _ in range(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks.json", "kernels.json"]
     assert second.stdout.count("done before") == 2

@@ -1,5 +1,5 @@
-"""What a block allocates by how its activations are kept: the tables, put into a model's timeline,
-are what tracing gives at any shape and in any mixture, to the byte."""
+"""The allocations of a block by activation mode: the tables, inserted into a model's timeline,
+equal a trace to the byte for any shape and mixture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def name_of(kept: tuple[ActivationMode, ...]) -> str:
     return names[0] if len(set(names)) == 1 else "+".join(names)
 
 
-def traced(
+def trace_blocks(
     shape: ModelShape, kept: tuple[ActivationMode, ...], compute: DType, batch: int, sequence: int
 ) -> Timeline:
     model = build_model(shape, sequence=sequence)
@@ -83,7 +83,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "kept", "compute"), CASES)
 def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape, kept, compute):
     for batch, sequence in ((2, 16), (1, 9)):
-        found = traced(shape, kept, compute, batch, sequence)
+        found = trace_blocks(shape, kept, compute, batch, sequence)
         whole = setting(shape, compute, batch=batch, sequence=sequence)
         derived = layer_tables.model_timeline(whole, kept=kept)
         assert saved_bytes(derived) == saved_bytes(found)

@@ -1,4 +1,4 @@
-"""Folders of published models that are broken or hostile are refused, with what is wrong."""
+"""Broken or hostile folders of published models are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.errors import SpecError
 from ptrain.models import pretrained
 from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
-from tests.published_folders import saved, tensors
+from tests.published_folders import save_folder, tensors
 from tests.unit.test_pretrained import SEQUENCE, spec_of
 
 pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Break:
     return broken
 
 
-def replaced(change: Callable[[dict[str, Any]], object]) -> Break:
+def replace_tensors(change: Callable[[dict[str, Any]], object]) -> Break:
     """Other tensors in the weights' file."""
 
     def broken(folder: Path) -> None:
@@ -178,24 +178,24 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "is not a valid safetensors file",
     ),
     "whole numbers": (
-        replaced(lambda w: w.update({NORM: w[NORM].to(torch.int64)})),
+        replace_tensors(lambda w: w.update({NORM: w[NORM].to(torch.int64)})),
         "model.norm.weight is I64",
     ),
     "64 bits": (
-        replaced(lambda w: w.update({NORM: w[NORM].double()})),
+        replace_tensors(lambda w: w.update({NORM: w[NORM].double()})),
         "is F64; weights must be F32",
     ),
     "a tensor too few": (
-        replaced(lambda w: w.pop(NORM)),
+        replace_tensors(lambda w: w.pop(NORM)),
         "the tensor model.norm.weight is missing",
     ),
-    "no head": (replaced(lambda w: w.pop(HEAD)), "the tensor lm_head.weight is missing"),
+    "no head": (replace_tensors(lambda w: w.pop(HEAD)), "the tensor lm_head.weight is missing"),
     "a tensor too many": (
-        replaced(lambda w: w.update(surplus=torch.ones(2))),
+        replace_tensors(lambda w: w.update(surplus=torch.ones(2))),
         "1 tensors do not belong to this model, for example surplus",
     ),
     "a tensor turned": (
-        replaced(lambda w: w.update({HEAD: w[HEAD].T.contiguous()})),
+        replace_tensors(lambda w: w.update({HEAD: w[HEAD].T.contiguous()})),
         r"lm_head.weight is \[32, 259\]",
     ),
     "an index that is no JSON": (text(INDEX, "{"), "index.json cannot be read: JSONDecodeError"),
@@ -231,18 +231,18 @@ BROKEN: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", ["a\0b", "", "x" * 300, "x\ny"])
-def test_a_name_that_no_folder_can_have_is_refused(name: str) -> None:
+def test_a_name_that_no_folder_can_have_is_rejected(name: str) -> None:
     with pytest.raises(SpecError, match="pretrained"):
         load({"model": {"pretrained": name}})
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("llama", tmp_path_factory.mktemp("published") / "in")
+    return save_folder("llama", tmp_path_factory.mktemp("published") / "in")
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_or_hostile_folder_is_refused_with_what_is_wrong(
+def test_a_broken_or_hostile_folder_is_rejected_with_the_reason(
     case: str, sound: Path, tmp_path: Path
 ) -> None:
     damage, finding = BROKEN[case]

@@ -1,4 +1,4 @@
-"""A model that its function builds on meta initializes itself, or ends in one message."""
+"""A model built on the meta device initializes itself, or is rejected with one message."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ def target(kind: str) -> str:
     return f"model={{target: 'tests.models_on_meta:build', arguments: {{kind: {kind}}}}}"
 
 
-def built(kind: str, seed: int = 0) -> torch.nn.Module:
+def build_spec_model(kind: str, seed: int = 0) -> torch.nn.Module:
     model = ExternalModel(target="tests.models_on_meta:build", arguments={"kind": kind})
     return build_model(model, sequence=8, allow_import=True, seed=seed)
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_it_has_the_values_of_its_own_initialization(kind: str) -> None:
-    """They depend on the seed alone, and torch's generator is as it was before."""
+def test_it_has_the_values_of_its_initialization(kind: str) -> None:
+    """They depend on the seed only, and torch's generator is unchanged."""
     before = torch.get_rng_state()
-    module, again, other = built(kind), built(kind), built(kind, seed=1)
+    module, again, other = (
+        build_spec_model(kind),
+        build_spec_model(kind),
+        build_spec_model(kind, seed=1),
+    )
     assert torch.equal(before, torch.get_rng_state())
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     for name, tensor in module.state_dict().items():
@@ -61,7 +65,7 @@ def test_a_prediction_is_the_one_of_the_model_with_values(kind: str, ptrain) -> 
 )
 def test_values_that_are_missing_end_in_one_message(kind: str, finding: str, capsys) -> None:
     with pytest.raises(SpecError) as caught:
-        built(kind)
+        build_spec_model(kind)
     assert finding in str(caught.value) and "model.target" in str(caught.value)
     from ptrain.cli.main import main
 

@@ -1,5 +1,5 @@
-"""A model that selects by data is recognised, and what it allocates lies within the bounds that its
-facts give, whatever it reads; a model whose sizes depend on no data is not marked."""
+"""A model with data-dependent sizes is recognized, and its allocations lie within the bounds of its
+facts for any data; other models are not marked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
     return require_runnable(load(written))
 
 
-def own(function: str, **arguments: Any) -> dict[str, Any]:
+def user_model(function: str, **arguments: Any) -> dict[str, Any]:
     return {"target": f"tests.models_routing:{function}", "arguments": arguments}
 
 
@@ -65,7 +65,7 @@ def rise(timeline: Timeline) -> int:
     return most
 
 
-def measured(spec: Spec, seed: int) -> Timeline:
+def measure_micro_batch(spec: Spec, seed: int) -> Timeline:
     """A micro-batch of drawn tokens, by weights of another seed."""
     model = build_model(spec.model, sequence=8, allow_import=True, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -79,15 +79,15 @@ def measured(spec: Spec, seed: int) -> Timeline:
 
 
 MODELS = {
-    "experts in a list": own("moe"),
-    "a mask that indexes": own("moe", by="mask"),
-    "masked_select": own("moe", by="masked_select"),
+    "experts in a list": user_model("moe"),
+    "a mask that indexes": user_model("moe", by="mask"),
+    "masked_select": user_model("moe", by="masked_select"),
     "mixtral": mixtral(experts_implementation="eager"),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_router_selects_lies_within_the_bounds(name):
+def test_routed_sizes_lie_within_the_bounds(name):
     if "hf" in MODELS[name]:
         pytest.importorskip("transformers")
     spec = spec_of(MODELS[name])
@@ -95,7 +95,7 @@ def test_what_a_router_selects_lies_within_the_bounds(name):
     assert "by data" in facts.by_data and len(facts.others) == 1
     (least,), most = facts.others, facts
     for seed in range(4):
-        seen = measured(spec, seed)
+        seen = measure_micro_batch(spec, seed)
         assert saved_bytes(least.timeline) <= saved_bytes(seen) <= saved_bytes(most.timeline)
         assert rise(least.timeline) <= rise(seen) <= rise(most.timeline)
 
@@ -110,24 +110,24 @@ def test_bounds_differ_where_sizes_depend_on_data_alone():
 
 
 STILL = {
-    "a padded embedding": own("padded"),
-    "a mask by comparison": own("padded", masks=True),
-    "a mask of positions": own("padded", positions=True),
+    "a padded embedding": user_model("padded"),
+    "a mask by comparison": user_model("padded", masks=True),
+    "a mask of positions": user_model("padded", positions=True),
     "a grouped product": mixtral(),
     "a batched product": mixtral(experts_implementation="batched_mm"),
 }
 
 
 @pytest.mark.parametrize("name", STILL)
-def test_a_model_whose_sizes_depend_on_no_data_is_not_marked(name):
+def test_a_model_with_data_independent_sizes_is_not_marked(name):
     if "hf" in STILL[name]:
         pytest.importorskip("transformers")
     facts = facts_of(spec_of(STILL[name]))
     assert not facts.by_data and not facts.others and not facts.untraced
 
 
-def test_what_cannot_be_bounded_is_unknown_with_its_reason():
-    spec = spec_of(own("moe", by="unique"))
+def test_unbounded_sizes_are_unknown_with_a_reason():
+    spec = spec_of(user_model("moe", by="unique"))
     exact = derive(spec, facts_of(spec)).exact
     assert not exact.peak
     assert (
@@ -140,36 +140,47 @@ LOSS = {"loss": {"target": "tests.models_losses:plain"}}
 
 def trimming(*, alike: bool = False, **arguments: Any) -> dict[str, Any]:
     """A step and a dataset of one's own."""
-    return {"data": own("sentences", alike=alike), "step": own("trimming", **arguments)}
+    return {
+        "data": user_model("sentences", alike=alike),
+        "step": user_model("trimming", **arguments),
+    }
 
 
 READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "tokens": (own("reading"), {}, "allocates differently for each sample"),
+    "tokens": (user_model("reading"), {}, "allocates differently for each sample"),
     "tokens that are compared": (
-        own("reading", by="equal"),
+        user_model("reading", by="equal"),
         {},
         "allocates differently for each sample",
     ),
-    "tokens in a list": (own("reading", by="tolist"), {}, "allocates differently for each sample"),
-    "tokens in numpy": (own("reading", by="numpy"), {}, "allocates differently for each sample"),
+    "tokens in a list": (
+        user_model("reading", by="tolist"),
+        {},
+        "allocates differently for each sample",
+    ),
+    "tokens in numpy": (
+        user_model("reading", by="numpy"),
+        {},
+        "allocates differently for each sample",
+    ),
     "tokens as an array": (
-        own("reading", by="asarray"),
+        user_model("reading", by="asarray"),
         {},
         "allocates differently for each sample",
     ),
     "tokens, with a loss of one's own": (
-        own("reading"),
+        user_model("reading"),
         LOSS,
         "allocates differently for each sample",
     ),
-    "tokens that nobody knows": (own("one_hot"), LOSS, "without an nn.Embedding"),
+    "tokens that nobody knows": (user_model("one_hot"), LOSS, "without an nn.Embedding"),
     "lengths in data of one's own": (
-        own("padded"),
+        user_model("padded"),
         trimming(),
         "allocates differently for each sample",
     ),
     "lengths that it refuses": (
-        own("padded"),
+        user_model("padded"),
         trimming(most=6),
         "fails on other samples: .* a sentence of 7 tokens",
     ),
@@ -177,7 +188,7 @@ READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", READING)
-def test_code_that_reads_values_and_then_does_something_else_is_unknown(name):
+def test_code_that_branches_on_values_is_unknown(name):
     model, sections, why = READING[name]
     spec = spec_of(model, **sections)
     facts = facts_of(spec)
@@ -189,10 +200,10 @@ def test_code_that_reads_values_and_then_does_something_else_is_unknown(name):
 
 
 NOTING = {
-    "tokens": (own("reading", logs=True), {}),
-    "tokens, with a loss of one's own": (own("reading", logs=True), LOSS),
-    "tokens of a model without an embedding": (own("one_hot"), {}),
-    "lengths that are alike": (own("padded"), trimming(alike=True)),
+    "tokens": (user_model("reading", logs=True), {}),
+    "tokens, with a loss of one's own": (user_model("reading", logs=True), LOSS),
+    "tokens of a model without an embedding": (user_model("one_hot"), {}),
+    "lengths that are alike": (user_model("padded"), trimming(alike=True)),
 }
 
 
@@ -205,8 +216,8 @@ def test_code_that_reads_values_and_does_the_same_with_all_is_exact(name):
     assert derive(spec, facts).exact.peak
 
 
-def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
-    model = own("moe", by="skipping")
+def test_experts_without_a_gradient_are_rejected_where_data_ranks_sum_gradients():
+    model = user_model("moe", by="skipping")
     spec = spec_of(model)
     facts = facts_of(spec)
     assert {name.split(".")[3] for name in facts.unvisited} == {"experts"}
@@ -252,7 +263,7 @@ def test_where_rows_are_not_aligned_experts_run_one_by_one_and_sizes_depend_on_d
     assert facts_of(spec_of(mixtral(intermediate_size=26))).by_data
 
 
-def test_grouped_products_that_torch_lacks_are_refused_by_name():
+def test_grouped_products_that_torch_lacks_are_rejected_by_name():
     pytest.importorskip("transformers")
     spec = spec_of(
         mixtral(experts_implementation="grouped_mm"),

@@ -1,5 +1,5 @@
-"""Optimizers without a fused kernel: NAdam is torch's, Lion is its authors'; both divide by a
-loss's scale, and skip a step that overflowed."""
+"""Optimizers without a fused kernel: NAdam equals torch's, Lion equals its authors'; both divide by
+the loss scale and skip a step that overflowed."""
 
 from __future__ import annotations
 

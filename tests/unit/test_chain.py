@@ -1,4 +1,4 @@
-"""What the pipeline axis reads off a model that is not built in, and which models it refuses."""
+"""The facts that the pipeline axis reads from a user model, and the models it rejects."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
     return load(mapping | sections).spec
 
 
-def made(spec: Spec) -> nn.Module:
+def build_model_of(spec: Spec) -> nn.Module:
     return build_model(spec.model, sequence=16, allow_import=True)
 
 
-def refused(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]:
+def rejection_of(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]:
     with pytest.raises(SpecError) as raised:
         if module is None:
             read_facts(spec, allow_import=True)
@@ -61,14 +61,14 @@ def refused(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]
     return fault.place, fault.finding, fault.remedy
 
 
-def planned(module: nn.Module, *names: str) -> nn.Module:
+def planned_model(module: nn.Module, *names: str) -> nn.Module:
     module.pp_plan = names  # type: ignore[assignment]
     return module
 
 
-def test_a_plan_of_transformers_says_what_is_in_front_and_behind():
+def test_a_plan_of_transformers_names_embedding_and_head():
     spec = spec_of(MODELS["tied"])
-    assert chain_of_module(made(spec), spec) == Chain(
+    assert chain_of_module(build_model_of(spec), spec) == Chain(
         layers=tuple(f"model.layers.{index}" for index in range(4)),
         ends=Ends(front=("model.embed_tokens",), behind=("model.norm", "lm_head")),
         hidden=SIZES["hidden_size"],
@@ -76,9 +76,9 @@ def test_a_plan_of_transformers_says_what_is_in_front_and_behind():
     )
 
 
-def test_dropout_behind_the_embedding_is_in_front_of_the_layers():
+def test_dropout_after_the_embedding_belongs_to_the_embedding():
     spec = spec_of(MODELS["neox"])
-    found = chain_of_module(made(spec), spec)
+    found = chain_of_module(build_model_of(spec), spec)
     assert found is not None
     assert found.ends.front == ("gpt_neox.embed_in", "gpt_neox.emb_dropout")
     assert found.ends.behind[0] == "gpt_neox.final_layer_norm"
@@ -89,9 +89,9 @@ def test_dropout_behind_the_embedding_is_in_front_of_the_layers():
     "plan", [("table", "layers", "head"), {"table": 0, "layers": 1, "head": 2}]
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_module_of_the_users_own_says_it_by_an_attribute(plan, tied):
+def test_a_user_module_names_its_parts_by_an_attribute(plan, tied):
     spec = spec_of(MODELS["pairs"])
-    module = planned(Pairs(16, 3, 260, tied), *plan)
+    module = planned_model(Pairs(16, 3, 260, tied), *plan)
     assert chain_of_module(module, spec) == Chain(
         layers=("layers.0", "layers.1", "layers.2"),
         ends=Ends(front=("table",), behind=("head",)),
@@ -100,9 +100,9 @@ def test_a_module_of_the_users_own_says_it_by_an_attribute(plan, tied):
     )
 
 
-def test_without_pp_nobody_is_asked():
+def test_without_pp_the_model_is_not_inspected():
     spec = spec_of(OTHERS["unplanned"], mesh={}, placement={})
-    assert chain_of_module(made(spec), spec) is None
+    assert chain_of_module(build_model_of(spec), spec) is None
 
 
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS, "tied-split"])
@@ -110,7 +110,7 @@ def test_stages_one_after_the_other_give_the_models_logits(model):
     section = {**MODELS, **OTHERS}.get(model, MODELS["tied"])
     split = [3, 1] if model == "tied-split" else "parameters"
     spec = spec_of(section, pipeline={"split": split})
-    module = made(spec).double().eval()
+    module = build_model_of(spec).double().eval()
     facts = untraced_facts(module, spec)
     assert facts.chain is not None
     stages = stages_of(spec, facts)
@@ -127,9 +127,9 @@ def test_stages_one_after_the_other_give_the_models_logits(model):
     assert sorted(names) == sorted([*own, *copies])
 
 
-def test_a_copy_of_a_tied_tensor_is_apart_from_it():
+def test_a_copy_of_a_tied_tensor_is_independent():
     spec = spec_of(MODELS["tied"])
-    module = made(spec)
+    module = build_model_of(spec)
     facts = untraced_facts(module, spec)
     assert facts.chain is not None
     stages = stages_of(spec, facts)
@@ -139,9 +139,9 @@ def test_a_copy_of_a_tied_tensor_is_apart_from_it():
     assert torch.equal(table, copy) and table.data_ptr() != copy.data_ptr()
 
 
-def test_buffers_of_other_stages_are_not_a_stages_own():
+def test_buffers_of_other_stages_are_excluded():
     spec = spec_of(OTHERS["gemma"])
-    module = made(spec)
+    module = build_model_of(spec)
     facts = untraced_facts(module, spec)
     if not any(name.endswith("embed_scale") for name, _ in facts.buffers):
         pytest.skip("this transformers scales outside the embedding")
@@ -165,7 +165,7 @@ class Counted(Pairs):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
     spec = spec_of(MODELS["pairs"], pipeline={"schedule": schedule})
-    module = planned(Counted(16, 3, 260, tied=True), "table", "layers", "head")
+    module = planned_model(Counted(16, 3, 260, tied=True), "table", "layers", "head")
     facts = untraced_facts(module, spec)
     first, last = (trace.passes for trace in stage_traces(module, spec, facts))
     hidden, logits = (16 * size * 4 for size in (16, 260))
@@ -192,21 +192,21 @@ class Repeated(Pairs):
         return logits
 
 
-def shared() -> nn.Module:
+def model_with_shared_weight() -> nn.Module:
     model = Pairs(16, 2, 260, tied=False)
     model.layers[1].up.weight = model.layers[0].up.weight
-    return planned(model, "table", "layers", "head")
+    return planned_model(model, "table", "layers", "head")
 
 
-def staged(kind: str, **arguments: Any) -> Spec:
+def staged_spec(kind: str, **arguments: Any) -> Spec:
     target = {"target": "tests.models_staged:staged", "arguments": {"kind": kind, **arguments}}
     return spec_of(target)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_container_that_a_plan_names_is_what_is_called_within_it(tied):
+def test_a_container_in_a_plan_means_its_called_modules(tied):
     spec = spec_of({"target": "tests.models_staged:contained", "arguments": {"tied": tied}})
-    chain = chain_of_module(made(spec), spec)
+    chain = chain_of_module(build_model_of(spec), spec)
     assert chain is not None
     assert chain.ends == Ends(front=("emb.tok", "emb.pos"), behind=("ln_f", "head"))
     assert chain.tied == ((("emb.tok.weight", "head.weight"),) if tied else ())
@@ -219,8 +219,8 @@ def test_a_container_that_a_plan_names_is_what_is_called_within_it(tied):
         ("bare", ("wte", "wpe"), ("ln_f", "head", "scale")),
     ],
 )
-def test_without_a_plan_a_forward_pass_shows_what_is_in_front_and_behind(kind, front, behind):
-    chain = chain_of_module(made(staged(kind)), staged(kind))
+def test_without_a_plan_a_forward_pass_finds_embedding_and_head(kind, front, behind):
+    chain = chain_of_module(build_model_of(staged_spec(kind)), staged_spec(kind))
     assert chain is not None
     assert chain.ends == Ends(front=front, behind=behind)
     assert chain.layers == ("h.0", "h.1", "h.2", "h.3")
@@ -228,8 +228,8 @@ def test_without_a_plan_a_forward_pass_shows_what_is_in_front_and_behind(kind, f
 
 @pytest.mark.parametrize("kind", models_staged.SOUND)
 def test_every_way_to_write_ends_and_layers_gives_the_models_logits(kind):
-    spec = staged(kind)
-    module = made(spec).double().eval()
+    spec = staged_spec(kind)
+    module = build_model_of(spec).double().eval()
     chain = untraced_facts(module, spec).chain
     assert chain is not None
     stages = stages_of(spec, untraced_facts(module, spec))
@@ -251,20 +251,20 @@ ALONG = {
 
 
 @pytest.mark.parametrize("kind", ALONG)
-def test_what_goes_past_the_layers_is_refused_by_name(kind):
-    assert ALONG[kind] in refused(staged(kind))[1]
+def test_tensors_that_bypass_the_layers_are_rejected_by_name(kind):
+    assert ALONG[kind] in rejection_of(staged_spec(kind))[1]
 
 
-def test_a_step_that_calls_the_model_twice_is_refused():
+def test_a_step_that_calls_the_model_twice_is_rejected():
     spec = spec_of(
         {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}},
         step={"target": "tests.models_staged:called_twice"},
     )
-    finding = refused(spec, made(spec))[1]
+    finding = rejection_of(spec, build_model_of(spec))[1]
     assert "the forward pass does not call the layers" in finding
 
 
-def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
+def test_code_after_the_models_call_runs_on_the_last_stage_only():
     module, hidden = nn.Linear(3, 3), torch.ones(2, 3)
     calls: list[str] = []
 
@@ -280,17 +280,19 @@ def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
     assert calls == ["in front", "in front", "behind"]
 
 
-def test_a_module_without_blocks_is_refused_with_what_it_lacks():
-    place, finding, remedy = refused(spec_of(MODELS["pairs"]), nn.Sequential(nn.Embedding(260, 8)))
+def test_a_module_without_blocks_is_rejected_with_the_missing_part():
+    place, finding, remedy = rejection_of(
+        spec_of(MODELS["pairs"]), nn.Sequential(nn.Embedding(260, 8))
+    )
     assert place == "mesh.pp"
     assert "has no list of layers to split into stages" in finding
     assert "an attribute `pp_plan`" in remedy
 
 
 @pytest.mark.parametrize(("kind", "is_written"), [("plain", False), ("written", True)])
-def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind, is_written):
-    spec = staged(kind)
-    module = made(spec)
+def test_the_substitute_for_an_embedding_has_no_memory_until_written(kind, is_written):
+    spec = staged_spec(kind)
+    module = build_model_of(spec)
     facts = untraced_facts(module, spec)
     assert facts.chain is not None
     part = part_of(module, stages_of(spec, facts), 1, facts.chain)
@@ -304,9 +306,9 @@ def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind
     assert has_its_own is is_written
 
 
-def test_what_stands_in_for_an_embedding_runs_once_for_each_shape_and_dtype():
-    spec = staged("plain")
-    module = made(spec)
+def test_the_substitute_for_an_embedding_runs_once_per_shape_and_dtype():
+    spec = staged_spec("plain")
+    module = build_model_of(spec)
     facts = untraced_facts(module, spec)
     assert facts.chain is not None
     part = part_of(module, stages_of(spec, facts), 1, facts.chain)
@@ -321,44 +323,47 @@ def test_what_stands_in_for_an_embedding_runs_once_for_each_shape_and_dtype():
 
 WRONG = {
     "no such module": (
-        lambda: planned(Pairs(16, 2, 260, tied=False), "tabel", "layers", "head"),
+        lambda: planned_model(Pairs(16, 2, 260, tied=False), "tabel", "layers", "head"),
         "has tabel, but the model has no such module",
     ),
     "no list": (
-        lambda: planned(Pairs(16, 2, 260, tied=False), "table", "head"),
+        lambda: planned_model(Pairs(16, 2, 260, tied=False), "table", "head"),
         "must contain one ModuleList, the layers; it contains none",
     ),
     "a module left out": (
-        lambda: planned(Pairs(16, 2, 260, tied=False), "table", "layers"),
+        lambda: planned_model(Pairs(16, 2, 260, tied=False), "table", "layers"),
         "head.weight is used after the layers, but the pp_plan of ",
     ),
     "twice through a layer": (
-        lambda: planned(Repeated(16, 2, 260, tied=False), "table", "layers", "head"),
+        lambda: planned_model(Repeated(16, 2, 260, tied=False), "table", "layers", "head"),
         "does not call the layers",
     ),
-    "one tensor in two layers": (shared, "are the same tensor, but belong to two stages"),
+    "one tensor in two layers": (
+        model_with_shared_weight,
+        "are the same tensor, but belong to two stages",
+    ),
     "past the layers": (
-        lambda: planned(Carriers(10, 3, 259), "table", "layers", "head"),
+        lambda: planned_model(Carriers(10, 3, 259), "table", "layers", "head"),
         "layers.1 receives a second tensor [1, 4, 10] with its hidden states, and both need",
     ),
 }
 
 
 @pytest.mark.parametrize(("module", "finding"), WRONG.values(), ids=WRONG)
-def test_a_plan_that_is_not_the_models_is_refused_with_what_it_is_not(module, finding):
-    assert finding in refused(spec_of(MODELS["pairs"]), module())[1]
+def test_a_plan_that_does_not_match_the_model_is_rejected_with_the_mismatch(module, finding):
+    assert finding in rejection_of(spec_of(MODELS["pairs"]), module())[1]
 
 
-def test_more_stages_than_layers_are_refused():
+def test_more_stages_than_layers_are_rejected():
     spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
-    place, finding, _ = refused(spec)
+    place, finding, _ = rejection_of(spec)
     assert place == "pipeline.stages"
     assert "4 stages need at least one layer each; the model has 3" in finding
 
 
 def test_a_model_is_left_as_it_was():
     spec = spec_of(MODELS["pairs"])
-    module = planned(Necks(10, 2, 259), "table", "layers", "head")
+    module = planned_model(Necks(10, 2, 259), "table", "layers", "head")
     module.layers[0].eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     modes = [each.training for each in module.modules()]
@@ -371,4 +376,4 @@ def test_a_model_is_left_as_it_was():
 
 def test_a_sample_is_no_longer_than_the_specs():
     spec = spec_of(MODELS["pairs"], batch={"accumulate": 2, "micro": 1, "sequence": 2})
-    assert sample_tokens(made(spec), spec).tolist() == [[1, 2]]
+    assert sample_tokens(build_model_of(spec), spec).tolist() == [[1, 2]]

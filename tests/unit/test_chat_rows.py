@@ -1,4 +1,4 @@
-"""Chats become rows of which answers alone are learned, each as if it stood alone."""
+"""Chats become rows; only answers are learned, and each chat is computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.chat_folders import (
     END,
     PAD,
     Messages,
-    drawn_chats,
+    random_chats,
     save_tokenizer,
     write_chats,
 )
@@ -79,10 +79,10 @@ def fitting(chat_tokenizer: Any, chat: Messages) -> list[int] | None:
 
 
 @pytest.mark.parametrize("options", [(), ("--alone",)], ids=["packed", "alone"])
-def test_every_chat_stands_in_a_row_once(
+def test_every_chat_is_in_one_row(
     chat_folder: Path, chat_tokenizer: Any, tmp_path: Path, capsys: Any, options: tuple[str, ...]
 ):
-    drawn = drawn_chats(300, most=5)
+    drawn = random_chats(300, most=5)
     drawn[7] = drawn[7][:1]  # without an answer
     drawn[9] = [{"role": "user", "content": "red " * SEQUENCE}, *CHAT[2:]]  # that fits not
     file, out = write_chats(tmp_path / "a.jsonl", drawn), tmp_path / "rows.npy"
@@ -113,15 +113,15 @@ def test_every_chat_stands_in_a_row_once(
 
 
 @pytest.fixture(scope="module")
-def packed(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_file(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of rows, in a folder with the chats."""
     place = tmp_path_factory.mktemp("packed")
-    file = write_chats(place / "chats.jsonl", drawn_chats(400, most=2))
-    written(chat_folder, [file], place / "rows.npy")
+    file = write_chats(place / "chats.jsonl", random_chats(400, most=2))
+    tokenize_to(chat_folder, [file], place / "rows.npy")
     return place / "rows.npy"
 
 
-def written(chat_folder: Path, files: list[Path], out: Path, template: Any = None) -> Any:
+def tokenize_to(chat_folder: Path, files: list[Path], out: Path, template: Any = None) -> Any:
     return tokenize_chats(
         files,
         out,
@@ -146,11 +146,11 @@ def spec_of(path: Path, *words: str, end: int = 2) -> Spec:
     ).spec
 
 
-def test_a_training_learns_answers_alone_and_divides_by_their_number(packed: Path):
-    spec = spec_of(packed)
+def test_a_training_learns_answers_alone_and_divides_by_their_number(packed_file: Path):
+    spec = spec_of(packed_file)
     source = open_corpus(spec.data)
     require_trainable_data(source, spec)
-    tokens, marks = rows_of(packed)
+    tokens, marks = rows_of(packed_file)
     num_rows = source.num_samples(SEQUENCE)
     assert num_rows == len(tokens) - len(tokens) // 20
     for step in range(3):
@@ -168,9 +168,9 @@ def test_a_training_learns_answers_alone_and_divides_by_their_number(packed: Pat
         assert {share.global_tokens for share in shares} == {targets}
 
 
-def test_a_chat_in_a_row_is_learned_as_if_it_stood_alone(packed: Path):
-    spec = spec_of(packed)
-    tokens, marks = rows_of(packed)
+def test_a_chat_in_a_row_is_learned_as_if_it_stood_alone(packed_file: Path):
+    spec = spec_of(packed_file)
+    tokens, marks = rows_of(packed_file)
     row = int(np.argmax((marks == START).sum(1)))
     model = build_model(spec.model, sequence=SEQUENCE, seed=0).double()
     initialize(model, 0)
@@ -204,17 +204,17 @@ class Broken(ChatTemplate):
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 27, 60])
-def test_what_was_broken_off_goes_on_where_it_stopped(
+def test_an_interrupted_conversion_resumes(
     chat_folder: Path, tmp_path: Path, monkeypatch: Any, at: int
 ):
     monkeypatch.setattr(tokenized, "DOCUMENTS", 8)
     names = [(tmp_path / name, seed) for seed, name in enumerate(("a.jsonl", "b.jsonl"))]
-    files = [write_chats(path, drawn_chats(35, seed)) for path, seed in names]
-    done = written(chat_folder, files, tmp_path / "whole.npy")
+    files = [write_chats(path, random_chats(35, seed)) for path, seed in names]
+    done = tokenize_to(chat_folder, files, tmp_path / "whole.npy")
     with pytest.raises(KeyboardInterrupt):
-        written(chat_folder, files, tmp_path / "rows.npy", Broken(chat_folder, at))
+        tokenize_to(chat_folder, files, tmp_path / "rows.npy", Broken(chat_folder, at))
     assert not (tmp_path / "rows.npy").exists()
-    assert written(chat_folder, files, tmp_path / "rows.npy") == done
+    assert tokenize_to(chat_folder, files, tmp_path / "rows.npy") == done
     for own, whole in zip(
         *map(rows_of, (tmp_path / "rows.npy", tmp_path / "whole.npy")), strict=True
     ):
@@ -231,9 +231,9 @@ def fault_of(spec: Spec) -> tuple[str, str, str]:
     return fault.place, fault.finding, fault.remedy
 
 
-def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
+def test_rows_that_would_be_read_in_another_way_are_rejected(packed_file: Path):
     def place_and_remedy(*words: str, **options: int) -> tuple[str, str]:
-        place, _, remedy = fault_of(spec_of(packed, *words, **options))
+        place, _, remedy = fault_of(spec_of(packed_file, *words, **options))
         return place, remedy
 
     end = "Use `model.document_end=2`."
@@ -251,12 +251,12 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
         "batch.sequence",
         "Use `batch.sequence=127`, or write the file with `ptrain tokenize --sequence 64`.",
     )
-    other = packed.with_name("other.npy")
-    np.save(other, np.roll(np.load(mask_path(packed)), 1, axis=0))
+    other = packed_file.with_name("other.npy")
+    np.save(other, np.roll(np.load(mask_path(packed_file)), 1, axis=0))
     place, remedy = place_and_remedy(f"data.loss_mask={other}")
     assert place == "data.loss_mask" and "the mask that was written with the file" in remedy
-    np.save(other, np.zeros_like(np.load(mask_path(packed))))
-    _, finding, _ = fault_of(spec_of(packed, f"data.loss_mask={other}"))
+    np.save(other, np.zeros_like(np.load(mask_path(packed_file))))
+    _, finding, _ = fault_of(spec_of(packed_file, f"data.loss_mask={other}"))
     assert "the mask excludes every token of the train split" in finding
     place, remedy = place_and_remedy("data.loss_mask=null")
     assert place == "data.loss_mask" and "rows.mask.npy" in remedy
@@ -264,7 +264,7 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
 
 def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_path: Path):
     """Else it would be two documents."""
-    drawn = drawn_chats(3)
+    drawn = random_chats(3)
     drawn.append([{"role": "user", "content": f"a {PAD} b"}, CHAT[2]])
     file = write_chats(tmp_path / "a.jsonl", drawn)
     packing = ChatPacking(sequence=SEQUENCE, separator=PAD)
@@ -274,10 +274,10 @@ def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_
     assert (done.documents, done.left_out, done.divided) == (4, 1, 1)
 
 
-def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
+def test_a_separator_that_every_chat_contains_is_rejected(
     chat_folder: Path, tmp_path: Path, capsys: Any
 ):
-    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    file = write_chats(tmp_path / "a.jsonl", random_chats(3))
     call = ["tokenize", str(file), "--chat", "--tokenizer", str(chat_folder), "--sequence", "127"]
     assert main([*call, "--separator", END, "--out", str(tmp_path / "t.npy")]) == 2
     error = capsys.readouterr().err
@@ -285,10 +285,10 @@ def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_where_no_token_is_left_to_stand_between_chats_one_is_to_be_named(
+def test_a_separator_must_be_named_if_the_vocabulary_has_no_unused_token(
     tmp_path: Path, capsys: Any
 ):
-    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    file = write_chats(tmp_path / "a.jsonl", random_chats(3))
     chat_folder = save_tokenizer(tmp_path / "tokenizer", specials=2)
     words = ["--tokenizer", str(chat_folder), "--sequence", "127", "--out", str(tmp_path / "t.npy")]
     call = ["tokenize", str(file), "--chat", *words]

@@ -1,4 +1,5 @@
-"""Chats are rendered by the template of a folder, and answers told apart from all else."""
+"""Chats are rendered with the template of a folder, and answers are distinguished from other
+tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.chat_folders import (
     PAD,
     THINKING,
     Messages,
-    drawn_chats,
+    random_chats,
     save_tokenizer,
     write_chats,
 )
@@ -41,7 +42,7 @@ def answers(template: ChatTemplate, chat_tokenizer: Any, chat: Messages) -> list
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED], ids=["told apart", "marked"])
-def test_answers_and_what_ends_them_are_learned(tmp_path: Path, chat_tokenizer: Any, text: str):
+def test_answers_and_their_end_tokens_are_learned(tmp_path: Path, chat_tokenizer: Any, text: str):
     template = ChatTemplate(save_tokenizer(tmp_path, text))
     assert answers(template, chat_tokenizer, CHAT) == [[f"seven{END}", f"zwölf{END}"]]
     (sample,) = template.make_samples(Chat(messages=CHAT, tools=None, place="here"))
@@ -49,7 +50,7 @@ def test_answers_and_what_ends_them_are_learned(tmp_path: Path, chat_tokenizer: 
     assert sample.tokens.tolist() == whole
 
 
-def test_what_follows_the_last_answer_and_what_answers_nothing_is_not_learned(
+def test_text_after_the_last_answer_and_unanswered_text_is_not_learned(
     chat_folder: Path, chat_tokenizer: Any
 ):
     template = ChatTemplate(chat_folder)
@@ -60,7 +61,7 @@ def test_what_follows_the_last_answer_and_what_answers_nothing_is_not_learned(
 
 
 @pytest.mark.parametrize(("ends", "token"), [(END, 0), (PAD, 2), ("", 0)])
-def test_what_goes_on_with_a_chat_ends_where_its_template_ends_answers(
+def test_a_continued_chat_ends_at_the_templates_end_of_answer(
     tmp_path: Path, chat_tokenizer: Any, ends: str, token: int
 ):
     vocabulary = ChatVocabulary(save_tokenizer(tmp_path, CHATML.replace(END, ends)))
@@ -78,7 +79,7 @@ def test_where_answers_look_other_once_others_follow_each_is_a_sample(
     assert learned == [[f"(think)seven{END}"], [f"(think)zwölf{END}"]]
 
 
-def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
+def test_a_template_that_does_not_mark_answers_is_rejected(tmp_path: Path):
     text = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     template = ChatTemplate(save_tokenizer(tmp_path, text))
     with pytest.raises(SpecError, match="renders the messages before answer 3 differently"):
@@ -111,7 +112,7 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     ],
     ids=str,
 )
-def test_what_is_no_chat_is_one_message_and_leaves_no_file(
+def test_an_invalid_chat_gives_one_message_and_leaves_no_file(
     chat_folder: Path, tmp_path: Path, capsys: Any, row: object, finding: str
 ):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
@@ -188,12 +189,12 @@ def test_chats_in_columns_are_chats(tmp_path: Path):
     ],
     ids=["no template", "broken", "none", "no jinja", "hostile", "end"],
 )
-def test_a_folder_that_renders_no_chats_is_refused_by_name(
+def test_a_folder_that_renders_no_chats_is_rejected_by_name(
     tmp_path: Path, capsys: Any, change: Any, words: tuple[str, ...], finding: str
 ):
     chat_folder = save_tokenizer(tmp_path / "tokenizer")
     change(chat_folder)
-    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    file = write_chats(tmp_path / "a.jsonl", random_chats(3))
     call = ["tokenize", str(file), "--chat", "--sequence", "127", "--tokenizer", str(chat_folder)]
     assert main([*call, "--out", str(tmp_path / "t.npy"), *words]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The loss of a slice of the tokens at a time is the loss; all logits are never there at once."""
+"""The loss computed in chunks of tokens equals the loss, and the full logits never exist at
+once."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ class Widened(Necks):
 
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledInPlace, OfOneToken])
-def test_a_model_that_changes_what_its_head_gives_is_refused(kind):
+def test_a_model_that_changes_its_heads_output_is_rejected(kind):
     with pytest.raises(SpecError, match=r"other operators follow it.*\n.*Remove `loss`"):
         head_of(kind(10, 2, 40), with_chunks(5))
 
@@ -133,7 +134,7 @@ def test_logits_in_a_wider_dtype_are_the_heads():
     assert head_of(Widened(10, 2, 40), with_chunks(5)) == "head"
 
 
-def test_a_fused_loss_is_refused_where_torch_has_none(monkeypatch):
+def test_a_fused_loss_is_rejected_where_torch_has_none(monkeypatch):
     monkeypatch.setattr("ptrain.models.facts.can_fuse", lambda: False)
     with pytest.raises(SpecError, match=r"no linear_cross_entropy.*\n.*Remove `loss.fused`"):
         head_of(necks(), with_chunks(5, fused=True))

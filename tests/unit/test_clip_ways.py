@@ -1,4 +1,4 @@
-"""Of a wrong norm: which squares were counted several times, and over which axis."""
+"""A wrong norm is explained by the squares that were counted several times, and the axis."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_shards_that_were_left_out_are_named() -> None:
     assert "left out" in way.sentence
 
 
-def test_axes_that_copy_the_same_tensors_are_not_told_apart() -> None:
+def test_axes_that_copy_the_same_tensors_are_not_distinguished() -> None:
     axes = {way.axis for way in _fitting({"norm.weight": 2}, dict.fromkeys(SHARDED, "both"))}
     assert axes == {"dp", "tp"}
 

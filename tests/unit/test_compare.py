@@ -1,4 +1,4 @@
-"""The comparison of two trajectories: what it lets pass, and what it must not."""
+"""The comparison of two trajectories: accepted and rejected differences."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("place", [0, 7, 19])
-def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
+def test_two_non_finite_runs_do_not_hold(place):
     losses = (*LOSSES[:place], NAN, *LOSSES[place + 1 :])
     sick = replace(trajectory(), losses=losses)
     failed = {each.name for each in compare(sick, sick, FP64) if not each.holds}
@@ -74,7 +74,7 @@ def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
 
 
 @pytest.mark.parametrize("norms", [(0.0, *(1.0,) * 19), (NAN,) * 20, (1.0, NAN, 0.0)])
-def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
+def test_a_zero_gradient_does_not_hold_anywhere(norms):
     found = learning_checks(
         "run", replace(trajectory(), gradient_norms=norms, repeated_loss=LOSSES[-1])
     )
@@ -89,7 +89,7 @@ def test_a_run_learns_where_the_first_batch_has_a_lower_loss(again, failed):
     assert [check.name for check in checks if not check.holds] == failed
 
 
-def test_where_no_further_step_could_be_run_nothing_is_said_of_learning():
+def test_without_a_further_step_learning_is_not_judged():
     assert [check.name for check in learning_checks("run", trajectory())] == [
         "run: gradients", "run: parameters move", "run: losses are finite",
     ]  # fmt: skip
@@ -111,7 +111,7 @@ def test_norms_may_have_a_tolerance_for_each_step():
     assert all(each.holds for each in compare(trajectory(), found, wide))
 
 
-def test_gradients_apart_are_one_vector_and_what_is_missing_is_zero():
+def test_separate_gradients_are_one_vector_with_zeros_for_missing_ones():
     one = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
     assert joint_difference(one, one) == 0.0
     assert joint_difference(one, {"a": torch.tensor([3.0])}) == pytest.approx(4 / 5)
@@ -121,7 +121,7 @@ def test_gradients_apart_are_one_vector_and_what_is_missing_is_zero():
     assert joint_difference(one, {**one, "a": torch.tensor([NAN])}) == math.inf
 
 
-def test_by_tensor_each_is_relative_to_its_own_length_and_noise_to_the_usual_one():
+def test_each_tensor_is_relative_to_its_norm_and_noise_to_the_usual_norm():
     one = dict(trajectory().parameters)
     assert set(tensor_differences(one, one).values()) == {0.0}
     found = tensor_differences(
@@ -133,7 +133,7 @@ def test_by_tensor_each_is_relative_to_its_own_length_and_noise_to_the_usual_one
     assert joint_difference(one, {**one, "small": one["small"] * (1 + 1e-3)}) < 1e-6
 
 
-def test_by_tensor_what_one_side_lacks_is_zero_there():
+def test_a_tensor_missing_on_one_side_counts_as_zero():
     one = dict(trajectory().parameters)
     without = {name: each for name, each in one.items() if name != "small"}
     assert tensor_differences(one, without)["small"] == pytest.approx(1.0)
@@ -147,5 +147,5 @@ def test_by_tensor_what_one_side_lacks_is_zero_there():
     ("measured", "allowed", "share"),
     [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf)],
 )
-def test_what_is_no_number_takes_more_than_all_that_is_allowed(measured, allowed, share):
+def test_nan_exceeds_every_tolerance(measured, allowed, share):
     assert tolerance_share(measured, allowed) == share

@@ -56,7 +56,7 @@ def theirs(name: str, config: Mapping[str, Any]) -> nn.Module:
     return model.eval()
 
 
-def copied(model: nn.Module, source: nn.Module, names: Names) -> None:
+def copy_weights(model: nn.Module, source: nn.Module, names: Names) -> None:
     """Put the weights of a class of transformers into a model of ours."""
     tensors = dict(source.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -128,7 +128,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_composed_model_computes_what_the_class_of_transformers_does(case, attention):
+def test_a_composed_model_computes_the_result_of_the_transformers_class(case, attention):
     name, config, fields, names = CASES[case]
     module = build_model(shape_of(fields, attention), sequence=SEQUENCE)
     cast_module(module, torch.float64)
@@ -136,7 +136,7 @@ def test_a_composed_model_computes_what_the_class_of_transformers_does(case, att
         reference = theirs(name, config)
         expected = reference(tokens(), use_cache=False).logits.detach()
     assert expected.dtype is torch.float64
-    copied(module, reference, names)
+    copy_weights(module, reference, names)
     logits = module.eval()(tokens()).detach()
     assert expected.std() > 0.1
     assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""The tables of a block over the context axis say what traces of other shapes do."""
+"""The tables of a block over the context axis equal traces of other shapes."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def compare(more: dict[str, Any]) -> None:
     assert waited[0] == pytest.approx(waited[1], rel=0.03)
 
 
-def test_tables_of_ulysses_are_what_a_trace_says() -> None:
+def test_tables_of_ulysses_equal_traces() -> None:
     compare({"context": {"attention": "ulysses"}})
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NIGHTLY)
-def test_tables_over_cp_are_what_traces_say(name: str) -> None:
+def test_tables_over_cp_equal_traces(name: str) -> None:
     compare(NIGHTLY[name])

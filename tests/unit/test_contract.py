@@ -1,5 +1,5 @@
-"""Code of the user's own that raises, wants other inputs or gives something else ends in one
-message: which function, what it gave, what is needed."""
+"""User code that raises, needs other inputs or returns other values gives one message: the
+function, its result, and the requirement."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import read_facts
-from tests import models_external, models_unfit
+from tests import models_external, models_invalid
 
-# What each of models_unfit.CHANGES is called.
+# What each of models_invalid.CHANGES is called.
 GIVEN = {
     "tuple": "returned tuple (float32 [1, 16, 259], NoneType)",
     "dict": "returned dict (logits: float32 [1, 16, 259])",
@@ -43,7 +43,7 @@ PP = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
 
 
 def spec_of(
-    target: str, *, module: str = "models_unfit", sections: Any = None, **given: Any
+    target: str, *, module: str = "models_invalid", sections: Any = None, **given: Any
 ) -> Spec:
     mapping: dict[str, Any] = {
         "model": {"target": f"tests.{module}:{target}", "arguments": given},
@@ -62,10 +62,10 @@ def refusal(spec: Spec) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("how", GIVEN)
-def test_what_is_no_logits_is_named_with_its_shape(how):
+def test_invalid_logits_are_named_with_their_shape(how):
     place, finding, remedy = refusal(spec_of("changed", how=how))
     assert place == "model.target" and NEEDED in remedy
-    assert finding.startswith("Changed.forward of tests.models_unfit:changed")
+    assert finding.startswith("Changed.forward of tests.models_invalid:changed")
     assert finding.endswith(GIVEN[how])
 
 
@@ -74,11 +74,11 @@ def test_a_forward_that_raises_is_named_with_its_line(kind):
     place, finding, remedy = refusal(spec_of("failing", kind=kind))
     assert place == "model.target" and NEEDED in remedy
     assert RAISED[kind] in finding and "given tokens int64 [1, 16]" in finding
-    assert kind == "masked" or f"{models_unfit.__file__}:" in finding, "it is called in vain"
+    assert kind == "masked" or f"{models_invalid.__file__}:" in finding, "it is called in vain"
 
 
 @pytest.mark.parametrize("sections", [PP, {"loss": {"chunk": 8}}], ids=["pp", "chunked loss"])
-def test_whoever_runs_the_model_first_says_so(sections):
+def test_the_first_caller_of_the_model_reports_the_error(sections):
     _, finding, _ = refusal(spec_of("changed", how="tuple", sections=sections))
     assert "returned tuple (float32 [1, 4, 259], NoneType)" in finding
 
@@ -87,11 +87,11 @@ def test_whoever_runs_the_model_first_says_so(sections):
 def test_a_function_that_raises_is_named_with_its_line(error):
     place, finding, remedy = refusal(spec_of("raises", error=error))
     assert place == "model.target" and "a torch.nn.Module" in remedy
-    assert finding.startswith(f"tests.models_unfit:raises raised {error}: ")
-    assert "no such weights" in finding and f"({models_unfit.__file__}:" in finding
+    assert finding.startswith(f"tests.models_invalid:raises raised {error}: ")
+    assert "no such weights" in finding and f"({models_invalid.__file__}:" in finding
 
 
-def test_what_the_user_or_ptrain_itself_says_passes():
+def test_messages_of_the_user_and_of_ptrain_pass_unchanged():
     with pytest.raises(KeyboardInterrupt):
         read_facts(spec_of("raises", error="KeyboardInterrupt"), allow_import=True)
     assert refusal(spec_of("refuses")) == ("model.arguments", "too wide", "")
@@ -103,11 +103,11 @@ def test_a_plan_that_raises_is_named(axis):
     place, finding, _ = refusal(spec_of("unplanned", sections=sections))
     assert place == "model.target"
     assert (
-        f"{axis}_plan of tests.models_unfit:unplanned raised RuntimeError: no plan yet" in finding
+        f"{axis}_plan of tests.models_invalid:unplanned raised RuntimeError: no plan yet" in finding
     )
 
 
-def test_a_vocabulary_smaller_than_the_texts_is_refused_by_the_logits_that_were_seen():
+def test_a_vocabulary_smaller_than_the_texts_is_rejected_by_the_logits_that_were_seen():
     spec = spec_of("necks", module="models_external", vocab=100)
     logits = read_facts(spec, allow_import=True).vocabulary
     assert logits == 100
@@ -138,8 +138,8 @@ def test_a_model_too_large_to_run_shows_it_on_fakes(capfd):
 
 
 @pytest.mark.usefixtures("all_are_large")
-def test_what_only_fakes_cannot_run_is_no_mistake(monkeypatch):
-    monkeypatch.setitem(models_unfit.CHANGES, "number", lambda logits: logits.tolist())
+def test_code_that_only_fake_tensors_cannot_run_is_no_error(monkeypatch):
+    monkeypatch.setitem(models_invalid.CHANGES, "number", lambda logits: logits.tolist())
     read_facts(spec_of("changed", how="number"), allow_import=True)
 
 
@@ -147,7 +147,7 @@ def test_what_only_fakes_cannot_run_is_no_mistake(monkeypatch):
 def test_a_model_that_is_to_train_is_not_run_on_fakes(monkeypatch):
     kept: list[torch.Tensor] = []
     monkeypatch.setitem(
-        models_unfit.CHANGES, "number", lambda logits: kept.append(logits) or logits
+        models_invalid.CHANGES, "number", lambda logits: kept.append(logits) or logits
     )
     read_facts(spec_of("changed", how="number"), allow_import=True, runs_fakes=False)
     assert not kept

@@ -88,7 +88,7 @@ def test_the_synthetic_corpus_can_be_learned():
         ),
     ],
 )
-def test_a_corpus_that_nobody_knows_is_refused_with_the_choice(data, finding):
+def test_an_unknown_corpus_is_rejected_with_the_known_ones(data, finding):
     with pytest.raises(PtrainError, match=finding):
         open_corpus(data)
 
@@ -114,12 +114,12 @@ def test_token_ids_may_have_any_unsigned_width(tmp_path, dtype):
 @pytest.mark.parametrize(
     "tokens", [np.zeros((2, 3, 4), np.uint16), np.zeros(3, np.float32), np.zeros(3, np.int64)]
 )
-def test_an_array_that_holds_no_token_ids_is_refused(tmp_path, tokens):
+def test_an_array_that_holds_no_token_ids_is_rejected(tmp_path, tokens):
     with pytest.raises(PtrainError, match=r"must be uint16 or uint32 .*\n.*numpy.save"):
         open_tokens(save(tmp_path, tokens))
 
 
-def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_path):
+def test_a_missing_token_file_is_rejected_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(
         PtrainError,
         match=r"^error: data.path: .*: No such file.*\n  remedy: .*ptrain tokenize",
@@ -128,14 +128,14 @@ def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"plain text", b"\x00\xff" * 99, b"\x93NUMPY\x01\x00"])
-def test_a_file_that_is_no_array_is_refused(tmp_path, content):
+def test_a_file_that_is_no_array_is_rejected(tmp_path, content):
     path = tmp_path / "tokens.npy"
     path.write_bytes(content)
     with pytest.raises(PtrainError, match=r"is not a complete .npy array"):
         open_tokens(path)
 
 
-def test_a_cut_token_file_is_refused(tmp_path):
+def test_a_cut_token_file_is_rejected(tmp_path):
     path = save(tmp_path, np.arange(1000, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(PtrainError, match=r"is not a complete .npy array"):
@@ -149,7 +149,7 @@ def test_a_pickle_is_never_loaded(tmp_path):
         open_tokens(path)
 
 
-def test_a_folder_and_an_archive_are_refused(tmp_path):
+def test_a_folder_and_an_archive_are_rejected(tmp_path):
     with pytest.raises(PtrainError, match="directory"):
         open_tokens(tmp_path)
     np.savez(tmp_path / "tokens.npz", tokens=np.arange(3, dtype=np.uint16))

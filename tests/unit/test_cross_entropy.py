@@ -1,4 +1,4 @@
-"""The cross entropy is torch's, and has one buffer of the logits' size."""
+"""The cross entropy equals torch's and needs one buffer of the logits' size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_torch(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
 
-def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def random_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and targets, of which one counts for nothing."""
     torch.manual_seed(0)
     logits = 5 * torch.randn(SAMPLES, TOKENS, WORDS, dtype=torch.float64)
@@ -34,7 +34,7 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def gradients(loss_of: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The loss, and the gradient of the logits of three losses."""
-    logits, targets = drawn(dtype)
+    logits, targets = random_logits(dtype)
     loss = loss_of(logits, targets)
     (gradient,) = torch.autograd.grad(3 * loss, logits)
     return [loss.detach(), gradient]
@@ -51,8 +51,8 @@ def test_loss_and_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: flo
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_a_word_that_cannot_be_adds_nothing_and_is_infinitely_wrong_as_a_target() -> None:
-    logits, targets = drawn(torch.float64)
+def test_an_impossible_word_adds_nothing_and_is_infinitely_wrong_as_a_target() -> None:
+    logits, targets = random_logits(torch.float64)
     with torch.no_grad():
         logits[..., 4] = -torch.inf
     targets[targets == 4] = 5
@@ -63,14 +63,14 @@ def test_a_word_that_cannot_be_adds_nothing_and_is_infinitely_wrong_as_a_target(
 
 @pytest.mark.parametrize("wrong", [-1, WORDS])
 def test_a_target_that_is_no_word_is_an_error(wrong: int) -> None:
-    logits, targets = drawn(torch.float32)
+    logits, targets = random_logits(torch.float32)
     targets[1, 3] = wrong
     with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
         token_loss_sum(logits, targets)
 
 
 def test_a_second_backward_pass_is_an_error_and_not_another_gradient() -> None:
-    loss = token_loss_sum(*drawn(torch.float32))
+    loss = token_loss_sum(*random_logits(torch.float32))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -127,7 +127,7 @@ def peaks_of(recording: Recording) -> list[int]:
 
 
 def test_padding_has_no_part_in_the_loss_and_no_gradient() -> None:
-    logits, targets = drawn(torch.float64)
+    logits, targets = random_logits(torch.float64)
     padded = torch.cat([logits.detach(), torch.full_like(logits, 9.0)[..., :3]], -1)
     padded.requires_grad_()
     loss, expected = token_loss_sum(padded, targets, 3), token_loss_sum(logits, targets)

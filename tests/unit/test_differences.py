@@ -1,4 +1,5 @@
-"""What all ranks see of a step: the first mismatch first, and one check of each kind."""
+"""The differences of a step over all ranks: the first mismatch first, and one check of each
+kind."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_check_has_the_largest_difference_and_the_place_of_the_first_mismatch(
     assert not check.holds and check.why == "differs at embed, step 1, rank 0"
 
 
-def test_what_one_side_lacks_fails_its_check_beside_tensors_that_are_alike() -> None:
+def test_a_tensor_missing_on_one_side_fails_its_check() -> None:
     differences, own = AllDifferences(ONE), step()
     own.add_mismatch(
         *TAKEN, "router", "no gradient when the optimizer steps", DifferenceKind.MISSING
@@ -85,7 +86,7 @@ def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_ou
     assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
 
 
-def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_line_each() -> None:
+def test_a_root_cause_states_difference_place_fix_and_certainty_per_line() -> None:
     found = RootCause(
         state=Subject.GRADIENTS, axis="dp", factor="÷ 2", place="a", step=3, ranks=(0, 1),
         sentence="The gradients are half as large. Possible causes: the loss is divided twice; a "
@@ -104,7 +105,7 @@ def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_li
     assert found.as_proven("divided once").certainty is Certainty.FITS  # none of several is proven
 
 
-def test_a_root_cause_of_an_earlier_record_has_its_fix_in_the_sentence() -> None:
+def test_a_root_cause_of_an_earlier_record_has_its_fix_in_the_text() -> None:
     found = RootCause(
         state=Subject.LOSS, axis="", factor="NaN", place="", step=0, ranks=(0,),
         sentence="It is NaN. Lower the rate.",
@@ -117,7 +118,7 @@ def test_a_root_cause_of_an_earlier_record_has_its_fix_in_the_sentence() -> None
     assert not {"called_at", "fix"} & set(encode(found))  # records stay what they were
 
 
-def test_a_root_cause_says_what_came_of_its_fix_or_what_was_ruled_out() -> None:
+def test_a_root_cause_states_the_result_of_its_fix_or_the_excluded_causes() -> None:
     root_cause = RootCause(
         state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
     )
@@ -129,7 +130,7 @@ def test_a_root_cause_says_what_came_of_its_fix_or_what_was_ruled_out() -> None:
     )  # fmt: skip
 
 
-def test_infinities_in_both_buffers_are_no_difference_and_what_stands_beside_them_is() -> None:
+def test_infinities_in_both_buffers_are_equal_and_other_differences_count() -> None:
     mask = torch.tensor([[0.5, -math.inf], [1.0, 2.0]])
     others = {
         "same": mask.clone(),

@@ -22,7 +22,7 @@ DTYPES = (
 ROW = 4096  # bytes
 
 
-def filled(dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
+def random_bytes(dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(num_bytes)
     data = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
     return data.view(dtype)
@@ -30,7 +30,7 @@ def filled(dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_of_an_element_of_every_dtype_counts(dtype):
-    tensor = filled(dtype, 2 * ROW + 64)
+    tensor = random_bytes(dtype, 2 * ROW + 64)
     before = compute_digests([tensor])
     size = tensor.element_size()
     for first in (0, ROW + 8 * 5, 2 * ROW, 2 * ROW + 64 - size):  # rows, and what is left over
@@ -44,7 +44,7 @@ def test_every_bit_of_an_element_of_every_dtype_counts(dtype):
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, ROW - 1, ROW, ROW + 1])
 def test_every_bit_of_a_tensor_of_any_size_counts(num_bytes):
-    tensor = filled(torch.uint8, num_bytes)
+    tensor = random_bytes(torch.uint8, num_bytes)
     found = compute_digests([tensor])
     for byte in {*range(min(num_bytes, 20)), num_bytes - 1}:
         for bit in range(8):
@@ -76,7 +76,7 @@ def test_where_the_bytes_lie_does_not_count():
     assert len(set(compute_digests([tensor, tensor.clone(), shifted, transposed]))) == 1
 
 
-def test_nothing_is_a_tensor_too_and_kind_says_which():
+def test_an_empty_tensor_has_a_digest_with_its_kind():
     assert compute_digests([]) == []
     assert len(set(compute_digests([torch.empty(0), torch.empty(0, dtype=torch.int8)]))) == 1
     assert describe_tensor(torch.empty(0, 3, dtype=torch.bfloat16)) == "bfloat16[0, 3]"

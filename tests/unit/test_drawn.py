@@ -137,7 +137,7 @@ def read(odd: Odd) -> None:
     odd.scale = odd.linear.weight.sum().item()
 
 
-def assigned(odd: Odd) -> None:
+def assign_parameter(odd: Odd) -> None:
     odd.more = [odd.linear.bias]
 
 
@@ -151,14 +151,14 @@ def large_from_elsewhere(odd: Odd) -> None:
     [
         (orthogonal, "its constructor fails on the meta device|runs"),
         (read, "its constructor fails on the meta device"),
-        (assigned, "computes more from a parameter"),
+        (assign_parameter, "computes more from a parameter"),
         (large_from_elsewhere, "computes values before it makes them parameters"),
     ],
 )
-def test_what_cannot_be_drawn_one_by_one_is_built_whole(
+def test_models_that_cannot_be_drawn_one_by_one_are_built_in_full(
     change: Callable[[Odd], None], finding: str, draws: bool
 ) -> None:
-    """A constructor that is not run with draws is found out too: a prediction does not draw."""
+    """This includes a constructor that was not run with draws: a prediction does not draw."""
 
     def build_it(more: int) -> nn.Module:
         with convert_exceptions(partial(target_fault, FUNCTION)):
@@ -257,7 +257,7 @@ def fill_new_tensor(odd: Odd) -> None:
         fill_new_tensor,
     ],
 )
-def test_assigned_values_are_the_constructors_or_are_refused(
+def test_assigned_values_are_the_constructors_or_are_rejected(
     change: Callable[[Odd], None],
 ) -> None:
     """A prediction, which does not draw, refuses the same constructors."""

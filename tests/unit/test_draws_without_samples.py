@@ -1,4 +1,4 @@
-"""What one device draws in a pass that is given no samples at all (`rows` are none)."""
+"""The draws of one device in a pass without samples (`rows` are none)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def of_ranks(*draws: tuple[tuple[str, ...], Tensor]) -> AllDraws:
     return AllDraws(by_key={("drop", 0): held})
 
 
-def test_it_is_what_all_ranks_drew_where_they_have_none_either() -> None:
+def test_it_draws_what_all_ranks_drew_without_samples() -> None:
     everyones = of_ranks(((), MASK), ((), MASK.clone()))
     value = everyones.value_for(of_one_device(), ())
     assert value is not None and torch.equal(value, MASK)
     assert not everyones.unlike and not everyones.lost
 
 
-def test_ranks_that_drew_differently_for_none_are_told_apart() -> None:
+def test_ranks_that_drew_differently_without_samples_are_distinguished() -> None:
     everyones = of_ranks(((), MASK), ((), 1 - MASK))
     value = everyones.value_for(of_one_device(), ())
     assert value is not None and torch.equal(value, MASK)
@@ -38,7 +38,7 @@ def test_ranks_that_drew_differently_for_none_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("rows", [("a",), ("a", "b")])
-def test_what_ranks_drew_for_samples_does_not_tell_it(rows: tuple[str, ...]) -> None:
+def test_draws_for_samples_do_not_determine_it(rows: tuple[str, ...]) -> None:
     everyones = of_ranks((rows, MASK), (("c",), 1 - MASK))
     assert everyones.value_for(of_one_device(), ()) is None
     assert everyones.lost == {"drop"}

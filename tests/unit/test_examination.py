@@ -1,4 +1,4 @@
-"""A program of one rank beside one device: what the checks and the evidence of a step are."""
+"""A program of one rank compared with one device: the checks and the evidence of a step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_righ
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.0 + 1e-6])
-def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> None:
+def test_activations_are_compared_in_a_model_with_a_document_mask(factor: float) -> None:
     """The mask is a module's output, and mostly infinite."""
     packed = program("model.document_start=32")
 
@@ -68,7 +68,7 @@ def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> N
 
 
 @pytest.mark.parametrize("name", ["window_TT", "cos_TK"])
-def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not(name) -> None:
+def test_a_differing_table_is_detected_next_to_an_equal_window_mask(name) -> None:
     windowed = interpret(resolve_auto(load("zero2", (*TINY, "model.window=4"))), world=World())
     assert examine(windowed, Exchange(World()), 1).root_cause is None
     (model,) = model_parts(windowed)
@@ -77,9 +77,7 @@ def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not
     assert "buffers" in [check.name for check in checks if not check.holds]
 
 
-def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hides_the_same() -> (
-    None
-):
+def test_a_document_mask_differs_if_it_hides_other_tokens_only() -> None:
     spec = resolve_auto(load("zero2", (*TINY, "model.document_end=32")))
     assert examine(interpret(spec, world=World()), Exchange(World()), 1).root_cause is None
     packed = interpret(spec, world=World())
@@ -89,7 +87,7 @@ def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hide
     assert "activations" in [check.name for check in checks if not check.holds]
 
 
-def test_a_learning_rate_that_is_no_number_departs() -> None:
+def test_a_nan_learning_rate_differs() -> None:
     odd = program()
     update = odd.step
     odd.step = lambda lr: update(math.nan)  # type: ignore[method-assign]
@@ -98,7 +96,7 @@ def test_a_learning_rate_that_is_no_number_departs() -> None:
     assert "learning rate" in [check.name for check in found.checks if not check.holds]
 
 
-def test_a_step_counter_that_begins_elsewhere_departs() -> None:
+def test_a_step_counter_with_another_start_differs() -> None:
     odd = program()
     counters = [its for name, its in odd.state_dict()["optimizer"].items() if "step" in name]
     counters[0].add_(1)
@@ -106,7 +104,7 @@ def test_a_step_counter_that_begins_elsewhere_departs() -> None:
     assert "parameters after the update" in [check.name for check in checks if not check.holds]
 
 
-def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
+def test_a_single_rank_has_no_check_of_replicated_state() -> None:
     assert observe_run(program(), Exchange(World()), every_collective=True).checks() == ()
 
 
@@ -122,7 +120,7 @@ def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
         ((3.0, -2.0), 2.5),
     ],
 )
-def test_two_numbers_are_apart_relative_to_the_expected_one(
+def test_two_numbers_differ_relative_to_the_expected_one(
     pair: tuple[float, float], off: float
 ) -> None:
     measured, right = pair
@@ -171,7 +169,7 @@ def test_gradients_of_a_program_are_not_explained_by_clipping(
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
-def test_dropout_that_a_model_brings_along_is_off_and_it_is_said(rate) -> None:
+def test_dropout_of_a_user_model_is_off_with_a_note(rate) -> None:
     config = {
         "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24,
         "num_attention_heads": 2, "vocab_size": 260, "attention_dropout": rate,
@@ -192,7 +190,7 @@ def test_dropout_that_a_model_brings_along_is_off_and_it_is_said(rate) -> None:
     assert (outcome.notes, failing) == ((NOTE,) if rate else (), {})
 
 
-def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> None:
+def test_the_first_of_many_micro_batches_are_compared_separately_with_a_note() -> None:
     many = program("batch.global=40", "batch.micro=2")
 
     def unlike(gradient: torch.Tensor) -> torch.Tensor:
@@ -206,7 +204,9 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
     assert f"only the first {MOST} of 20 micro-batches of a rank were" in root_cause.tried
 
 
-def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_of_many_micro_batches_are_not_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[int] = []
     run = evidence.sample_gradients
 
@@ -215,5 +215,5 @@ def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.Monkey
         return run(ranks, own)
 
     monkeypatch.setattr(evidence, "sample_gradients", sampled)
-    test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
+    test_the_first_of_many_micro_batches_are_compared_separately_with_a_note()
     assert seen == [MOST]

@@ -1,5 +1,5 @@
-"""The steps of a plan are executed in their order: one that cannot run at this position is refused,
-and nothing is put in another order."""
+"""The steps of a plan are executed in their order: a step in an impossible position is rejected,
+and no step is reordered."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SPEC = require_runnable(
 NAMES = ("CreateMesh", "Keep", "LocalGradients", "ChunkedLoss", "Accumulate", "Clip", "Update")
 
 
-def executed(plan: Plan) -> Program:
+def execute_plan(plan: Plan) -> Program:
     rank = prepare_construction(SPEC, world=World())
     rank.plan = plan
     execute(rank)
     return Program(rank)
 
 
-def lowered() -> Plan:
+def lower_spec() -> Plan:
     return prepare_construction(SPEC, world=World()).plan
 
 
@@ -63,49 +63,49 @@ def test_every_kind_of_step_has_one_executor():
     assert not set(OF_RANK) & set(OF_PIECES)
 
 
-def test_what_the_plan_says_is_what_ran():
-    plan = lowered()
+def test_the_executed_steps_equal_the_plan():
+    plan = lower_spec()
     assert tuple(type(step).__name__ for step in plan.steps) == NAMES
-    program = executed(plan)
+    program = execute_plan(plan)
     assert tuple(each.step for each in program.ran) == plan.steps
     assert [each.piece for each in program.ran] == [None, 0, 0, 0, None, None, None]
 
 
 @pytest.mark.parametrize("pair", list(combinations(range(len(NAMES)), 2)), ids=str)
-def test_two_steps_that_change_places_are_refused_or_change_nothing(pair: tuple[int, int]):
+def test_two_steps_that_change_places_are_rejected_or_change_nothing(pair: tuple[int, int]):
     first, second = pair
-    plan = lowered()
+    plan = lower_spec()
     steps = list(plan.steps)
     steps[first], steps[second] = steps[second], steps[first]
     try:
-        program = executed(replace(plan, steps=tuple(steps)))
+        program = execute_plan(replace(plan, steps=tuple(steps)))
     except BrokenPlan as error:
         assert "cannot run at this position" in str(error)
         return
     assert {NAMES[first], NAMES[second]} == {"ChunkedLoss", "Accumulate"}
     assert tuple(each.step for each in program.ran) == tuple(steps)
-    assert losses(program) == losses(executed(plan))
+    assert losses(program) == losses(execute_plan(plan))
 
 
 @pytest.mark.parametrize("place", range(len(NAMES)))
-def test_what_a_plan_may_lack_is_not_done_and_the_rest_is_no_plan_without(place: int):
-    plan = lowered()
+def test_optional_steps_may_be_missing_and_others_not(place: int):
+    plan = lower_spec()
     others = (*plan.steps[:place], *plan.steps[place + 1 :])
     if NAMES[place] in ("Keep", "ChunkedLoss", "Clip"):
-        assert tuple(each.step for each in executed(replace(plan, steps=others)).ran) == others
+        assert tuple(each.step for each in execute_plan(replace(plan, steps=others)).ran) == others
         return
     with pytest.raises(AssertionError, match=r"no (mesh|wrap|accumulate|update)"):
         replace(plan, steps=others)
 
 
-def test_a_step_that_stands_twice_is_no_plan():
-    plan = lowered()
+def test_a_repeated_step_is_rejected():
+    plan = lower_spec()
     with pytest.raises(AssertionError, match="two steps of a kind"):
         replace(plan, steps=(*plan.steps, plan.update))
 
 
-def test_a_step_is_replaced_where_it_stands():
-    plan = lowered()
+def test_a_step_is_replaced_in_its_position():
+    plan = lower_spec()
     assert plan.clip is not None and plan.keep is not None
     other = plan.replace_steps(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))
     assert [type(step) for step in other.steps] == [type(step) for step in plan.steps]
@@ -118,7 +118,7 @@ def test_a_step_is_replaced_where_it_stands():
 
 def test_a_program_goes_with_its_last_name():
     """No cycle holds a model until somebody collects garbage."""
-    program = executed(lowered())
+    program = execute_plan(lower_spec())
     losses(program, 1)
     gc.collect()
     gc.disable()

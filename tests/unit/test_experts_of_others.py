@@ -1,5 +1,4 @@
-"""Experts of models that are not built in: which modules are some, and that what they make of rows
-which are sorted for them is what they make of tokens."""
+"""Experts of user models: recognized modules, and sorted rows that give the result of tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
     return load({"name": "experts", "model": model, **beside, **sections}).spec
 
 
-def test_a_model_of_transformers_says_itself_which_modules_are_experts():
+def test_a_transformers_model_names_its_experts():
     pytest.importorskip("transformers")
     spec = spec_of(MIXTRAL)
     model = build_model(spec.model, sequence=TOKENS)
@@ -57,7 +56,7 @@ def test_a_model_of_transformers_says_itself_which_modules_are_experts():
 
 
 @pytest.mark.parametrize("place", ["tp_plan", "tensor.plan"])
-def test_a_users_model_has_a_plan_or_its_spec_says_it(place, monkeypatch):
+def test_a_user_model_has_a_plan_or_its_spec_names_the_experts(place, monkeypatch):
     sections = {}
     if place == "tensor.plan":
         monkeypatch.setattr(Planned, "tp_plan", None)
@@ -67,7 +66,7 @@ def test_a_users_model_has_a_plan_or_its_spec_says_it(place, monkeypatch):
     assert found == ExpertLayers(modules=names, number=EXPERTS, chosen=2, features=HIDDEN)
 
 
-def test_where_ranks_have_all_experts_nobody_asks():
+def test_without_ep_experts_are_not_inspected():
     whole = {"mesh": {"dp_shard": 2}, "placement": "zero3"}
     assert expert_layers_of(nn.Linear(2, 2), spec_of(OWN, **whole)) is None
 
@@ -108,16 +107,20 @@ def counting() -> Planned:
     return model
 
 
-def planned(**plan: str) -> Planned:
+def planned_experts(**plan: str) -> Planned:
     model = Planned("row")
     vars(model)["tp_plan"] = {name.replace("_", "."): word for name, word in plan.items()}
     return model
 
 
 REFUSALS = [
-    (planned(head="head"), "declares no module that holds all experts of a layer", "tp_plan"),
-    (planned(blocks="experts"), "no module is named blocks", "tp_plan"),
-    (planned(h="experts"), "h does not stack all experts of a layer", "stacks all experts"),
+    (
+        planned_experts(head="head"),
+        "declares no module that holds all experts of a layer",
+        "tp_plan",
+    ),
+    (planned_experts(blocks="experts"), "no module is named blocks", "tp_plan"),
+    (planned_experts(h="experts"), "h does not stack all experts of a layer", "stacks all experts"),
     (counting(), f"num_experts is {EXPERTS - 1}, but the first dimension", "stacks all"),
     (Differing(), "MoE layers that differ: 4 experts", "dp_shard"),
     (Late("row"), f"receives {TOKENS - 1} rows for a sample of {TOKENS} tokens", "dp_shard"),
@@ -126,7 +129,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("model", "finding", "remedy"), REFUSALS, ids=str)
-def test_what_is_not_all_experts_of_a_layer_is_refused_in_one_message(model, finding, remedy):
+def test_a_module_with_some_of_a_layers_experts_is_rejected_in_one_message(model, finding, remedy):
     with pytest.raises(SpecError, match=re.escape(finding)) as raised:
         expert_layers_of(model, spec_of(OWN))
     (fault,) = raised.value.faults
@@ -156,7 +159,7 @@ def experts_of(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["row", "loop", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_sorted_rows_become_what_tokens_become_and_so_do_gradients(kind, dtype):
+def test_sorted_rows_have_the_results_and_gradients_of_tokens(kind, dtype):
     owner = nn.Module()
     owner.experts = experts_of(kind).to(dtype)
     whole, number = deepcopy(owner.experts), len(next(owner.parameters()))
@@ -184,7 +187,7 @@ def test_sizes_depend_on_no_token_in_any_dtype_of_experts_of_transformers(comput
     assert [len(places) for places in (*facts.stage_passes, *facts.stage_rows)] == [2, 2]
 
 
-def test_what_experts_select_by_themselves_is_unknown():
+def test_data_dependent_experts_are_unknown():
     facts = facts_of(spec_of(OWN | {"arguments": {"by": "loop"}}))
     assert facts.timeline is None and not facts.others
     assert "the rows of other ranks have no known bound" in facts.untraced

@@ -1,6 +1,5 @@
-"""The exchange of the expert axis on a rank that nobody answers: what a trip holds at once and what
-it sends, against its closed form; what is computed beside it; and loads that are taken to be even.
-"""
+"""The exchange of the expert axis on a single rank: memory and traffic of a trip compared with the
+closed form, overlapped computation, and assumed even loads."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class _There(nn.Module):
         return journey.send_rows(x, ends_E)[0]
 
 
-def _recorded(module: nn.Module, x: Tensor) -> Recording:
+def _record_pass(module: nn.Module, x: Tensor) -> Recording:
     with Recorder(module, [x]) as recorder:
         y = module(x)
         recorder.end("forward")
@@ -75,7 +74,7 @@ def _most(recording: Recording, large: int) -> int:
 
 
 @pytest.mark.parametrize("factor", [None, 1.5])
-def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
+def test_a_trip_has_the_memory_and_traffic_of_its_closed_form(group, factor):
     shape = replace(SHAPE, capacity_factor=factor, experts=EXPERTS)
     spec = spec_of(shape, RANKS, sequence=18)
     rows = rows_bytes(spec, shape)
@@ -83,7 +82,7 @@ def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
     x = torch.ones(num_rows, shape.hidden)
     if factor is not None:
         x = x.unflatten(0, (EXPERTS, -1))
-    recording = _recorded(_There(group, shape), x)
+    recording = _record_pass(_There(group, shape), x)
     # what sets out is the caller's, so that it is no birth of these; what arrives is put in order
     assert _most(recording, rows) == trip_bytes(spec, shape)
     sent = [

@@ -17,7 +17,7 @@ from ptrain.verification.jobs.shards import find_shards
 LIMIT = TOLERANCES[torch.float64]
 
 
-def _explained(factor: float, *axes: str, given: Sequence[Tensor] = ()) -> RootCause:
+def _explain_gradient(factor: float, *axes: str, given: Sequence[Tensor] = ()) -> RootCause:
     """Return what is said of a gradient that is a multiple, on axes of two ranks each; `given`:
     what each micro-batch gives by itself, whose sum the loop takes."""
     truth = torch.randn(12, dtype=torch.float64)
@@ -48,7 +48,7 @@ def _explained_of(
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_of_two_axes_with_the_same_degree_neither_is_named(factor: float) -> None:
-    said = _explained(factor, "dp", "tp")
+    said = _explain_gradient(factor, "dp", "tp")
     assert (said.axis, said.certainty) == ("", Certainty.FITS)
     assert f"{factor:.4g} times the reference. Possible causes: " in said.sentence
     assert "dp (2)" in said.sentence
@@ -56,21 +56,21 @@ def test_of_two_axes_with_the_same_degree_neither_is_named(factor: float) -> Non
 
 
 def test_a_factor_that_no_degree_explains_has_possible_causes_only() -> None:
-    said = _explained(0.37, "dp")
+    said = _explain_gradient(0.37, "dp")
     assert said.certainty is Certainty.FITS
     assert "0.37 times the reference. Possible causes: " in said.sentence
 
 
 def test_a_loss_that_the_micro_batches_do_not_divide_is_the_only_cause() -> None:
     given = [torch.randn(12, dtype=torch.float64) for _ in range(3)]
-    said = _explained(3.0, "dp", given=given)
+    said = _explain_gradient(3.0, "dp", given=given)
     assert (said.state, said.certainty) == (Subject.LOSS, Certainty.PROVEN)
     assert said.factor == "× 3 (micro-batches)"
     assert "not divided by the micro-batches (3) in the loss." in said.sentence
 
 
 def test_a_factor_between_powers_of_several_degrees_names_none() -> None:
-    said = _explained(2 / 3, "dp", given=list(torch.randn(3, 12).double()))
+    said = _explain_gradient(2 / 3, "dp", given=list(torch.randn(3, 12).double()))
     assert (said.axis, said.certainty) == ("", Certainty.FITS)
     assert "Possible causes: another scale of the loss." in said.sentence
 

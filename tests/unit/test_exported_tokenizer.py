@@ -19,7 +19,7 @@ FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 SMALL = ("mesh.dp_shard=1", "batch.global=1", "batch.micro=1", "batch.sequence=16")
 
 
-def exported(run: Path, *words: str) -> set[str]:
+def export_files(run: Path, *words: str) -> set[str]:
     """Return the names of the files in the folder that `ptrain export` writes."""
     folder = run.with_name("out")
     assert main(["export", str(run), "--to", str(folder), "--allow-import", *words]) == 0
@@ -43,7 +43,7 @@ def test_adapters_bring_the_tokenizer_of_the_folder_of_their_base(
     arguments = f"{{folder: {tmp_path / 'base'}}}"
     model = f"model={{target: tests.models_frozen:lora, arguments: {arguments}}}"
     run = run_of_spec(ptrain.load("zero3", [model, *SMALL]).spec, tmp_path / "run")
-    files = exported(run, "--adapters", how)
+    files = export_files(run, "--adapters", how)
     assert FILES & files == (FILES if has_tokenizer else set())
     report = f"without a tokenizer: {tmp_path / 'base'}, the source of the pretrained weights"
     assert (report in capsys.readouterr().out) is not has_tokenizer
@@ -61,6 +61,6 @@ def test_a_drawn_model_brings_the_tokenizer_of_its_token_file(
         tokenizer.unlink()
     data = [f"data.path={tmp_path / 'tokens.npy'}", "model.vocab=320", "model.layers=1"]
     run = run_of_spec(ptrain.load("zero3", [*data, *SMALL]).spec, tmp_path / "run")
-    assert FILES & exported(run) == (set() if has_changed else FILES)
+    assert FILES & export_files(run) == (set() if has_changed else FILES)
     report = "without a tokenizer: the spec of the run has no folder with tokenizer files"
     assert (report in capsys.readouterr().out) is has_changed

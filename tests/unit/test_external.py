@@ -1,4 +1,4 @@
-"""Models of the user's own: allowed by the user only, and every mistake has its message."""
+"""User models: imported only with the user's permission, with one message per mistake."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BAD_TARGETS = [
 ]
 
 
-def test_code_of_the_users_own_runs_only_if_allowed():
+def test_user_code_runs_only_if_allowed():
     with pytest.raises(PtrainError, match="--allow-import"):
         build_model(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE)
 
 
 @pytest.mark.parametrize(("target", "finding"), BAD_TARGETS)
-def test_a_target_that_is_no_model_is_refused_with_its_reason(target, finding):
+def test_a_target_that_is_no_model_is_rejected_with_its_reason(target, finding):
     with pytest.raises(PtrainError, match=finding):
         build_model(ExternalModel(target=target), sequence=SEQUENCE, allow_import=True)
 
@@ -72,7 +72,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def beside(folder: Path, name: str, text: str = "from tests.models_external import necks") -> str:
+def module_next_to_spec(
+    folder: Path, name: str, text: str = "from tests.models_external import necks"
+) -> str:
     """A module in the folder; the target in it."""
     file = folder.joinpath(*name.split(".")).with_suffix(".py")
     file.parent.mkdir(exist_ok=True)
@@ -80,37 +82,37 @@ def beside(folder: Path, name: str, text: str = "from tests.models_external impo
     return f"{name}:necks"
 
 
-def built(target: str, folder: Path) -> torch.nn.Module:
+def build_target(target: str, folder: Path) -> torch.nn.Module:
     model = ExternalModel(target=target, folder=str(folder))
     return build_model(model, sequence=SEQUENCE, allow_import=True)
 
 
 @pytest.mark.parametrize("name", ["beside_the_spec", "beside_it.model"])
-def test_a_module_beside_the_spec_is_imported_after_all_that_is_installed(folder, name):
+def test_a_module_next_to_the_spec_is_imported_after_installed_ones(folder, name):
     before = list(sys.path)
-    beside(folder, "yaml", "raise SystemExit('planted')")
-    assert isinstance(built(beside(folder, name), folder), torch.nn.Module)
+    module_next_to_spec(folder, "yaml", "raise SystemExit('planted')")
+    assert isinstance(build_target(module_next_to_spec(folder, name), folder), torch.nn.Module)
     assert sys.path == [*before, str(folder)]
-    built(beside(folder, name), folder)
+    build_target(module_next_to_spec(folder, name), folder)
     assert sys.path == [*before, str(folder)]
 
 
 def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path_factory.mktemp("current"))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    target = beside(Path.cwd(), "in_the_current_folder")
+    target = module_next_to_spec(Path.cwd(), "in_the_current_folder")
     with pytest.raises(SpecError) as raised:
-        built(target, folder)
+        build_target(target, folder)
     (fault,) = raised.value.faults
     assert fault.finding == "no module named 'in_the_current_folder'"
     assert str(folder) in fault.remedy and "PYTHONPATH" in fault.remedy
 
 
 @pytest.mark.parametrize("name", ["calendar", "sys", "tests.models_external"])
-def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name):
-    target = beside(folder, name)
+def test_a_name_that_is_taken_elsewhere_is_rejected_with_both_places(folder, name):
+    target = module_next_to_spec(folder, name)
     with pytest.raises(SpecError) as raised:
-        built(target, folder)
+        build_target(target, folder)
     (fault,) = raised.value.faults
     top = name.partition(".")[0]
     there = "built-in" if name == "sys" else sys.modules[top].__file__
@@ -119,9 +121,9 @@ def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name
     assert str(folder) not in sys.path, "nothing was imported"
 
 
-def test_what_lies_beside_the_spec_and_is_on_the_path_is_one_module(folder, monkeypatch):
+def test_a_module_next_to_the_spec_and_on_the_path_is_one_module(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
-    built(beside(folder, "on_the_path"), folder)
+    build_target(module_next_to_spec(folder, "on_the_path"), folder)
 
 
 IMPORTS = [
@@ -137,7 +139,7 @@ IMPORTS = [
 def test_an_import_that_raises_is_one_message_with_its_line(folder, text, finding):
     line = 1 + text.count("\n")
     with pytest.raises(SpecError, match=rf"failing_import\.py:{line}\)\n") as raised:
-        built(beside(folder, "failing_import", text), folder)
+        build_target(module_next_to_spec(folder, "failing_import", text), folder)
     (fault,) = raised.value.faults
     assert fault.finding.startswith("importing failing_import ") and finding in fault.finding
 
@@ -145,5 +147,5 @@ def test_an_import_that_raises_is_one_message_with_its_line(folder, text, findin
 def test_tensors_of_a_module_are_real_whatever_the_model_is_built_of(folder):
     text = "import torch\nfrom tests.models_external import necks\nMASK = torch.ones(2)"
     with fake_tensors():
-        built(beside(folder, "with_a_tensor", text), folder)
+        build_target(module_next_to_spec(folder, "with_a_tensor", text), folder)
     assert not isinstance(sys.modules["with_a_tensor"].MASK, FakeTensor)

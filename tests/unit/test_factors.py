@@ -57,7 +57,7 @@ def test_one_is_no_factor_and_an_odd_ratio_keeps_its_digits() -> None:
     assert factor_text(0.7071, {"dp": 3}) == "× 0.7071"
 
 
-def test_a_multiple_is_found_with_what_is_left() -> None:
+def test_a_multiple_is_found_with_its_remainder() -> None:
     (g, other) = gradients(2)
     assert fit_multiple(3 * g, g).factor == pytest.approx(3)
     assert fit_multiple(3 * g, g).residual < 1e-14
@@ -66,7 +66,7 @@ def test_a_multiple_is_found_with_what_is_left() -> None:
     assert fit_multiple(g * math.nan, g).residual == math.inf
 
 
-def test_a_combination_tells_what_is_not_in_it() -> None:
+def test_a_combination_names_the_missing_terms() -> None:
     basis = gradients(4)
     fit = fit_combination(0.25 * (basis[0] + basis[1] + basis[3]), basis)
     assert fit.is_within(1e-12)
@@ -80,7 +80,7 @@ def test_equal_addends_share_the_coefficient() -> None:
     assert fit_combination(g, [g, g]).coefficients == pytest.approx((0.5, 0.5))
 
 
-def test_a_sum_or_a_mean_that_is_missing_is_told_by_what_the_ranks_have() -> None:
+def test_a_missing_sum_or_mean_is_identified_from_the_ranks_values() -> None:
     parts = torch.stack(gradients(4))
     of_pairs = torch.stack([parts[:2].sum(0)] * 2 + [parts[2:].sum(0)] * 2)
     pairs = (0, 1), (2, 3)
@@ -95,7 +95,7 @@ def test_a_sum_or_a_mean_that_is_missing_is_told_by_what_the_ranks_have() -> Non
     assert not are_equal_on_ranks(parts, 1e-12)
 
 
-def test_what_a_rank_has_not_is_no_addend_and_other_elements_are_no_sum() -> None:
+def test_tensors_missing_on_a_rank_are_no_terms_and_other_elements_no_sum() -> None:
     parts = torch.stack(gradients(4))
     truths = parts[:2].sum(0).expand_as(parts)
     parts[2:] = math.nan

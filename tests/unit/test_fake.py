@@ -1,5 +1,5 @@
-"""The interpreter on fake ranks and fake tensors: the program that gloo and NCCL run, executed by
-one process that allocates nothing."""
+"""The interpreter on fake ranks and fake tensors: the program of gloo and NCCL, executed by one
+process without allocating."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ CASES = {
         for case in CASES
     ],
 )
-def test_a_step_on_fake_ranks_and_fake_tensors_costs_what_is_predicted(case, world):
+def test_a_step_on_fake_ranks_and_fake_tensors_has_the_predicted_cost(case, world):
     strategy, *changes = CASES[case]
     spec = load(strategy, [*ODD, "batch.global=16", *changes]).spec
     rows = spec.batch.accumulate * spec.batch.micro

@@ -1,4 +1,4 @@
-"""Flat units on fake ranks: no mode, tier or dial reads a value or moves one for nothing."""
+"""Flat units on fake ranks: no mode, tier or option reads a value or makes a needless copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 BY_DEFAULT = {"files", "materialized over two axes", "whole matrices", "consumed", "overlap"}
 
 
-def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
+def simulate_rank(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
     """The third step of rank 1 of 4."""
     spec = require_runnable(
         load(
@@ -73,14 +73,14 @@ def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
 )
 def test_every_move_of_a_step_belongs_to_a_state(name: str) -> None:
     placement, changes = CASES[name]
-    found = simulated(placement, changes)
+    found = simulate_rank(placement, changes)
     assert found.traffic
     assert not [row for row in found.traffic if row.key.state is State.OTHER]
     assert all(found.bytes_of(state) >= 0 for state in State)
 
 
-def test_what_stands_in_files_is_no_device_memory() -> None:
-    found = simulated(*CASES["files"])
+def test_file_states_are_no_device_memory() -> None:
+    found = simulate_rank(*CASES["files"])
     resident = {row.state: row for row in found.memory}
     for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):
         assert resident[state].file_bytes > 0, state
@@ -89,7 +89,7 @@ def test_what_stands_in_files_is_no_device_memory() -> None:
 
 def test_the_bytes_of_a_consumed_offloaded_unit_cross_once_each_way() -> None:
     """Theta to the device in forward and in backward, G to the host once; nothing else is moved."""
-    found = simulated(*CASES["consumed"])
+    found = simulate_rank(*CASES["consumed"])
     moved = {
         (row.key.collective, row.key.state, row.key.phase): row.payload_bytes
         for row in found.traffic

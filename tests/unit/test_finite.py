@@ -1,4 +1,4 @@
-"""Whether tensors are finite, seen without a copy of any of them."""
+"""The check for finite tensors makes no copy of any of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_largest_and_the_smallest_numbers_are_finite(dtype: torch.dtype) -> 
     assert _is_finite([torch.tensor(extremes, dtype=torch.float64).to(dtype)])
 
 
-def test_what_has_no_elements_or_whole_numbers_is_finite() -> None:
+def test_empty_and_integer_tensors_are_finite() -> None:
     assert _is_finite([])
     assert _is_finite([torch.empty(0), torch.tensor(3), torch.zeros(2, 0)])
     assert not _is_finite([torch.empty(0), torch.eye(3)[:, 1] / torch.zeros(3)])

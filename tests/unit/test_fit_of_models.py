@@ -1,5 +1,5 @@
-"""Whether a model that is not built in fits: a large one whose code reads values has no peak, and
-one with dropout has that of a CPU."""
+"""The fit of user models: a large model that reads values has no peak, and a model with dropout has
+the peak of a CPU."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_dropout_is_seen_in_a_module(module, drops):
 
 
 def test_dropout_is_larger_on_a_cpu_whose_mask_is_as_wide_as_its_input():
-    """What a GPU's kernel saves is a mask of bytes: why the figures of one are not the other's."""
+    """A GPU's kernel saves a mask of bytes, so its figures differ."""
     saved: list[Tensor] = []
     x = torch.ones(4, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -152,8 +152,8 @@ def test_dropout_is_larger_on_a_cpu_whose_mask_is_as_wide_as_its_input():
     assert [each.dtype for each in saved] == [torch.float32]
 
 
-def test_what_a_checkpoint_keeps_of_attention_is_a_kernels(ptrain):
-    """In backward the operator is not run again, nor anything in its place."""
+def test_checkpointed_attention_saves_what_its_kernel_saves(ptrain):
+    """The operator is not rerun in backward."""
     pytest.importorskip("transformers")
     model = f"model={{hf: LlamaForCausalLM, config: {{{SMALL}}}}}"
     batch = "batch={global: 8, micro: 1, sequence: 16}"

@@ -1,4 +1,4 @@
-"""Where in a flat shard the tensors of cut operators lie, against a buffer of flags."""
+"""The positions of sharded operators' tensors in a flat shard, compared with a buffer of flags."""
 
 from __future__ import annotations
 

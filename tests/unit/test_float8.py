@@ -44,7 +44,7 @@ def numbers(mantissa: int, lowest: int, largest: float) -> Tensor:
 E4M3, E5M2 = numbers(3, -6, 448.0), numbers(2, -14, 57344.0)
 
 
-def rounded(x: Tensor, known: Tensor) -> Tensor:
+def round_to_format(x: Tensor, known: Tensor) -> Tensor:
     """Return the nearest numbers of a format; of two equally near ones the one with even bits."""
     above = torch.searchsorted(known, x.contiguous()).clamp(1, len(known) - 1)
     high, low = known[above], known[above - 1]
@@ -53,24 +53,24 @@ def rounded(x: Tensor, known: Tensor) -> Tensor:
     return torch.where(to_high, high, low)
 
 
-def quantized(x: Tensor, known: Tensor, dim: int | None) -> Tensor:
+def quantize(x: Tensor, known: Tensor, dim: int | None) -> Tensor:
     """Return the values of a matrix that survive fp8, in fp64. `dim` is the summed dimension, where
     the other one has a scale for each index."""
     x = x.double()
     largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = known[-1] / largest
     scale = scale.float().double() if dim is None else 2.0 ** scale.log2().floor()
-    return rounded((x * scale).float().double(), known) / scale
+    return round_to_format((x * scale).float().double(), known) / scale
 
 
-def expected(x: Tensor, weight: Tensor, g: Tensor, recipe: Matmul) -> tuple[Tensor, ...]:
+def expected_product(x: Tensor, weight: Tensor, g: Tensor, recipe: Matmul) -> tuple[Tensor, ...]:
     """Return output, gradient of x and gradient of the weight, summed in fp64."""
     along = recipe is Matmul.ROWWISE
     of_g = E4M3 if along else E5M2
 
     def times(left: Tensor, right: Tensor, left_known: Tensor = of_g) -> Tensor:
         dims = (1, 0) if along else (None, None)
-        return quantized(left, left_known, dims[0]) @ quantized(right, E4M3, dims[1])
+        return quantize(left, left_known, dims[0]) @ quantize(right, E4M3, dims[1])
 
     return times(x, weight.t(), E4M3), times(g, weight), times(g.t(), x)
 
@@ -91,7 +91,7 @@ def test_the_three_products_are_those_of_rounded_factors(recipe, dtype, toleranc
     weight = linear[0].weight
     plain = x.detach().flatten(0, 1), weight.detach(), g.flatten(0, 1)
     own = y.detach().flatten(0, 1), x.grad.flatten(0, 1), weight.grad
-    for got, wanted in zip(own, expected(*plain, recipe), strict=True):
+    for got, wanted in zip(own, expected_product(*plain, recipe), strict=True):
         assert got.dtype is dtype and got.is_contiguous()
         assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
 
@@ -121,7 +121,7 @@ def test_a_bias_is_added_in_the_dtype_of_the_output():
     "name",
     ["zero1", "ep", "gpt2-124m"],
 )
-def test_all_linear_layers_of_blocks_multiply_fp8_except_the_listed_ones(name):
+def test_all_linear_layers_of_blocks_except_the_listed_ones_use_fp8(name):
     words = ("zero1", ["model.preset=gpt2-124m"]) if name == "gpt2-124m" else (name, [])
     shape = load(*words).spec.model
     assert isinstance(shape, ModelShape)

@@ -1,5 +1,5 @@
-"""Projections that are several in one, what counts their heads, what drops out between column and
-row, and slices of the tokens: what is seen in a model, and what of it is refused."""
+"""Fused projections, head counts, dropout between column and row, and sequence shards: recognized
+and rejected cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import Role
 from ptrain.spec.spec import Spec
-from tests.models_foreign import NANO_PLAN, conv, dropping, nano
+from tests.models_from_outside import NANO_PLAN, conv, dropping, nano
 from tests.models_fused import GROUPED_PLAN, early, grouped, shifting
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}
@@ -65,7 +65,7 @@ def test_a_rank_holds_its_slice_of_each_projection():
         (lambda y: y.view(2, 5, 2, 6), ()),
     ],
 )
-def test_projections_are_told_by_how_a_model_takes_them_apart(take, lengths):
+def test_projections_are_recognized_by_how_a_model_splits_them(take, lengths):
     projections, output = Projections(), torch.zeros(2, 5, 12)
     projections.register_output("layer", output)
 
@@ -81,7 +81,7 @@ def test_projections_are_told_by_how_a_model_takes_them_apart(take, lengths):
     assert projections.projection_widths("layer") == lengths
 
 
-def test_gpt2_is_cut_though_transformers_says_nothing_of_it():
+def test_gpt2_is_sharded_without_a_plan_of_transformers():
     pytest.importorskip("transformers")
     spec = require_runnable(
         load(
@@ -110,7 +110,7 @@ def test_projections_may_be_of_unlike_lengths():
     assert fusions == (("h.*.attn.qkv", (32, 16, 16)), ("h.*.mlp.gate_up", (64, 64)))
 
 
-def test_a_fused_column_that_nobody_takes_apart_is_refused():
+def test_an_unsplit_fused_column_is_rejected():
     plan = NANO_PLAN | {"transformer.h.*.mlp.up": "fused column"}
     place, finding = refusal(nano(), spec_of(plan=plan))
     assert place == "tensor.plan" and "h.0.mlp.up has the role fused column" in finding
@@ -141,7 +141,7 @@ def test_a_count_that_two_patterns_mean_has_two_roles():
     assert finding == "transformer.h.0.attn.n_head has two roles, count and count"
 
 
-def test_what_counts_gives_its_input_to_its_columns_alone():
+def test_a_counting_module_passes_its_input_to_its_columns_only():
     plan = NANO_PLAN | {"transformer.h.*.mlp.width": "count"}
     model = nano()
     for block in model.transformer["h"]:
@@ -157,7 +157,7 @@ def test_dropout_is_followed():
     assert dict(roles)["h.*.attn.q"] is Role.COLUMN
 
 
-def test_a_mask_that_ranks_would_draw_by_themselves_of_what_they_have_alike_is_refused():
+def test_a_local_mask_of_a_replicated_tensor_is_rejected():
     _, finding = refusal(early(), spec_of())
     assert "h.0.attn.drop" in finding and "draws one mask" in finding
 
@@ -170,7 +170,7 @@ def test_between_the_sub_blocks_norms_are_seen_to_be_on_slices_of_the_tokens():
 
 
 @pytest.mark.parametrize(("model", "where"), [(shifting, "h.0.attn"), (conv, "h.0.mlp")])
-def test_a_block_that_mixes_tokens_is_refused_with_slices_of_them(model, where):
+def test_a_block_that_mixes_tokens_is_rejected_with_slices_of_them(model, where):
     place, finding = refusal(model(), spec_of("S"))
     assert place == "model.target"
     assert finding.startswith(f"{where} receives other values for a shard of the tokens")

@@ -1,4 +1,4 @@
-"""What a step of a training draws is that of torch.manual_seed with a number of its own."""
+"""The random numbers of a step are those of torch.manual_seed with the step's seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ptrain.models.modes import seed_device, seed_of_step
 
 
-def test_a_step_draws_what_it_would_behind_torch_manual_seed():
+def test_a_step_draws_what_it_draws_after_torch_manual_seed():
     seed_device(seed_of_step(3, 7, 1), torch.device("cpu"))
     drawn = torch.rand(5)
     torch.manual_seed(seed_of_step(3, 7, 1))

@@ -22,7 +22,9 @@ def kit(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_module("gpu_slices")
 
 
-def taken(mine: float, theirs: float, losses: tuple[float, float] = (5.0, 5.0)) -> dict[str, Any]:
+def case_entry(
+    mine: float, theirs: float, losses: tuple[float, float] = (5.0, 5.0)
+) -> dict[str, Any]:
     """A case's entry: the same seconds in each turn."""
     sides = zip(("eager", RUN, "by hand"), (mine, mine, theirs), (5.0, *losses), strict=True)
     runs = {
@@ -57,14 +59,14 @@ def verdict(text: str, claim: str) -> list[str]:
 
 
 def test_a_claim_holds_by_measurements_of_a_gpu(kit, tmp_path, capsys):
-    _, text = page(kit, tmp_path, capsys, {CASE: taken(0.002, 0.00198)})
+    _, text = page(kit, tmp_path, capsys, {CASE: case_entry(0.002, 0.00198)})
     assert verdict(text, MFU) == ["50.0%", "holds"]
     assert verdict(text, SPEED) == ["0.990", "holds"]
     assert "| 50.0% | 50.0% – 50.0% | 0.990 | 0.990 – 0.990 | 2.00 | 5.00000 |" in text
 
 
 def test_a_claim_fails_by_measurements_of_a_gpu(kit, tmp_path, capsys):
-    code, text = page(kit, tmp_path, capsys, {CASE: taken(0.0025, 0.0024, (5.0, 5.1))})
+    code, text = page(kit, tmp_path, capsys, {CASE: case_entry(0.0025, 0.0024, (5.0, 5.1))})
     assert code == 1 and "Verdict: fails." in text
     assert verdict(text, MFU) == ["40.0%", "fails"]
     assert verdict(text, SPEED) == ["0.960", "fails"]
@@ -85,20 +87,22 @@ def test_a_case_that_was_left_out_is_unproven_with_its_reason(kit, tmp_path, cap
 
 
 def test_an_mfu_on_a_device_of_unknown_peak_is_unproven(kit, tmp_path, capsys):
-    entry = {CASE: taken(0.002, 0.002)}
+    entry = {CASE: case_entry(0.002, 0.002)}
     _, text = page(kit, tmp_path, capsys, entry, device="NVIDIA L4")
     assert verdict(text, MFU) == ["the peak of the device is unknown", "unproven"]
     assert verdict(text, SPEED) == ["1.000", "holds"]
 
 
 def test_a_dry_run_proves_nothing_whatever_it_measured(kit, tmp_path, capsys):
-    code, text = page(kit, tmp_path, capsys, {CASE: taken(0.001, 0.002)}, device="cpu", is_dry=True)
+    code, text = page(
+        kit, tmp_path, capsys, {CASE: case_entry(0.001, 0.002)}, device="cpu", is_dry=True
+    )
     assert code == 1 and "nothing is proven" in text
     assert verdict(text, MFU) == verdict(text, SPEED) == ["–", "unproven"]
 
 
 def test_a_page_of_measurements_rejects_those_of_a_dry_run(kit, tmp_path, capsys):
-    code, text = page(kit, tmp_path, capsys, {CASE: taken(0.001, 0.002)}, device="cpu")
+    code, text = page(kit, tmp_path, capsys, {CASE: case_entry(0.001, 0.002)}, device="cpu")
     assert code == 1 and f"- {SLICE} ran dry: its measurements are not a GPU's" in text
     assert verdict(text, SPEED) == ["–", "unproven"]
 

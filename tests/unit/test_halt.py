@@ -1,4 +1,4 @@
-"""A flag on the device leaves an update out, whatever is updated, and nobody reads it."""
+"""A flag on the device disables an update of any optimizer without a host read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(program: Program) -> dict[str, torch.Tensor]:
         ("zero3", EXPERTS),
     ],
 )
-def test_what_a_checkpoint_has_stays_where_the_flag_is_set_and_is_as_ever_where_not(
+def test_checkpointed_state_is_unchanged_if_the_flag_is_set(
     name: str, more: tuple[str, ...]
 ) -> None:
     plain, flagged = program_of(name, *more), program_of(name, *more)
@@ -88,9 +88,7 @@ def test_a_loss_that_is_not_finite_is_not_sound(share: float) -> None:
 
 @pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), float("-inf")])
-def test_without_a_norm_all_gradients_are_looked_at_and_stay_what_they_are(
-    value: float, layout: str
-) -> None:
+def test_without_a_norm_all_gradients_are_checked_and_unchanged(value: float, layout: str) -> None:
     program = program_of("ddp", "optimizer.clip=null", f"precision.layout={layout}")
     program.forward_backward(program.samples(0))
     norm = program.reduce()

@@ -1,4 +1,4 @@
-"""A rank on a processor meets no page faults for memory that it had before."""
+"""A CPU rank reuses freed memory without page faults."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def faults_of(line: str) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_what_was_freed_is_there_again_without_a_page_fault():
+def test_freed_memory_is_reused_without_a_page_fault():
     assert faults_of("keep_freed_memory()") < PAGES // 100
     assert faults_of("") > PAGES // 4  # by itself glibc gives the end of its heap back

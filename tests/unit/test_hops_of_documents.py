@@ -1,4 +1,4 @@
-"""Hops of a ring, each with a mask of its own, attend together as one mask of all keys does."""
+"""The hops of a ring, each with a mask, together equal attention with one mask over all keys."""
 
 from __future__ import annotations
 

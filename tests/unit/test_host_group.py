@@ -1,4 +1,4 @@
-"""Ranks of one host gather bytes over sockets; threads are the ranks here."""
+"""Ranks of one host gather bytes over sockets; threads stand for ranks in these tests."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_their_socket_lies_where_no_other_user_may_go_and_is_gone_when_they_have
     assert not list(tmp_path.iterdir())
 
 
-def test_where_one_rank_cannot_join_none_has_such_a_group(
+def test_if_one_rank_cannot_join_no_rank_has_a_host_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On another host nobody listens behind the path."""
+    """On another host no process listens on the path."""
     first = exchange._open_connection
     calls = iter(range(9))
     elsewhere = "/nowhere/ranks"
@@ -93,7 +93,7 @@ def test_where_one_rank_cannot_join_none_has_such_a_group(
 
 
 @pytest.mark.parametrize("lack", ["no such sockets", "a path that is too long"])
-def test_where_rank_0_has_no_socket_none_has_such_a_group(
+def test_if_rank_0_has_no_socket_no_rank_has_a_host_group(
     lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lack == "no such sockets":
@@ -105,7 +105,7 @@ def test_where_rank_0_has_no_socket_none_has_such_a_group(
     assert on_ranks(2, lambda rank, gather: connect_ranks(rank, 2, 10.0, gather)) == [None] * 2
 
 
-def ended(group: HostGroup) -> str:
+def gather_error(group: HostGroup) -> str:
     with pytest.raises((ConnectionError, TimeoutError)) as raised:
         group.gather(b"")
     words = f"{type(raised.value).__name__}: {raised.value}"
@@ -115,28 +115,28 @@ def ended(group: HostGroup) -> str:
 
 def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() -> None:
     joined = groups(3, seconds=0.4)
-    first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else ended(joined[rank]))
+    first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else gather_error(joined[rank]))
     assert first == "TimeoutError: Timed out waiting for rank 1: no message for 0.4 s"
     assert last.startswith("ConnectionError: Connection closed by peer, rank 0: ")
     joined[1].close()
 
 
-def test_of_a_silent_rank_0_nobody_says_who_is_silent() -> None:
+def test_a_silent_rank_0_cannot_be_named() -> None:
     joined = groups(2, seconds=0.2)
     words = "TimeoutError: Timed out waiting at rank 0 for all ranks: no message for 0.25 s"
-    assert ended(joined[1]) == words
+    assert gather_error(joined[1]) == words
     joined[0].close()
 
 
 def test_a_group_that_failed_once_is_closed() -> None:
     joined = groups(2, seconds=0.2)
-    assert ended(joined[0]).startswith("TimeoutError")
+    assert gather_error(joined[0]).startswith("TimeoutError")
     for group in (*joined, joined[0]):
-        assert ended(group).startswith("ConnectionError")
+        assert gather_error(group).startswith("ConnectionError")
 
 
-def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
-    """A system keeps fewer waiting than were named, where its own bound is lower."""
+def test_a_rank_at_a_full_queue_does_not_wait(tmp_path: Path) -> None:
+    """The system may allow fewer waiting connections than requested."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "ranks"))
         listener.listen(0)
@@ -148,7 +148,7 @@ def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("waits", "lost"), [(0, 1), (1, 0)])
-def test_a_rank_that_is_gone_is_named_by_whoever_waits_for_it(waits: int, lost: int) -> None:
+def test_a_dead_rank_is_named_by_the_rank_that_waits_for_it(waits: int, lost: int) -> None:
     joined = groups(2)
     joined[lost].close()
     with pytest.raises(ConnectionError, match=f"closed by peer, rank {lost}: ") as raised:

@@ -1,5 +1,5 @@
-"""What a calibration measures of the host: the passes whose seconds it shares out, and by how many
-operators."""
+"""The host times that a calibration measures: the passes, and the number of operators that share
+their time."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_clock_counts_the_operators_that_run(passes, hook):
 
 
 @pytest.mark.parametrize("hook", [Hook.MOVED_OPERATOR, Hook.HALVES_OPERATOR])
-def test_what_runs_beside_the_operators_that_a_clock_counts_is_in_their_seconds(passes, hook):
-    """Tensors that go off the device and come back, each with a copy; what torch looks at."""
+def test_time_between_operators_is_included_in_their_time(passes, hook):
+    """Offloaded tensors with their copies, and torch's hooks."""
     known = passes[hook]
     assert len(ran_in(known)) > 1.2 * known.operators
     both = passes[Hook.FORWARD_OPERATOR], passes[Hook.BACKWARD_OPERATOR]
@@ -64,7 +64,7 @@ def test_what_runs_beside_the_operators_that_a_clock_counts_is_in_their_seconds(
         assert known.operators == sum(plain.operators for plain in both)
 
 
-def test_seconds_are_those_of_a_pass_without_what_is_before_it_by_the_number_of_operators():
+def test_the_time_of_a_pass_is_divided_by_its_operators_without_earlier_work():
     class Clock(Bench):
         """Counts a second for what comes before, ten for the pass and four for its operators."""
 

@@ -1,5 +1,5 @@
-"""Causal language models of transformers: built from a class and a config, under the names and with
-the numbers that transformers gives them, and every mistake has its message."""
+"""Causal language models of transformers: built from a class and a config with the names and sizes
+of transformers, and one message per mistake."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ FAULTS = [
 ]
 
 
-def built(hf: str = "llama", **config: Any) -> torch.nn.Module:
+def build_class(hf: str = "llama", **config: Any) -> torch.nn.Module:
     return build_model(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE, seed=1)
 
 
 @pytest.mark.parametrize(("hf", "config", "place", "finding", "remedy"), FAULTS)
-def test_a_fault_says_where_what_and_what_instead(hf, config, place, finding, remedy):
+def test_an_error_states_place_finding_and_fix(hf, config, place, finding, remedy):
     with pytest.raises(SpecError) as caught:
         build_model(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE)
     (fault,) = caught.value.faults
@@ -63,7 +63,7 @@ def test_a_fault_says_where_what_and_what_instead(hf, config, place, finding, re
 
 @pytest.mark.parametrize("hf", ["llama", "LlamaForCausalLM"])
 def test_names_and_logits_are_those_of_transformers(hf):
-    model = built(hf)
+    model = build_class(hf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
@@ -76,11 +76,11 @@ def test_names_and_logits_are_those_of_transformers(hf):
 
 
 @pytest.mark.parametrize(("hf", "kind"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_attention_that_nobody_names_is_the_best_that_the_class_has(hf, kind):
-    assert built(hf).config._attn_implementation == kind
+def test_the_default_attention_is_the_best_of_the_class(hf, kind):
+    assert build_class(hf).config._attn_implementation == kind
 
 
-def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
+def test_attention_that_is_named_and_that_the_class_lacks_is_rejected():
     model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
     with pytest.raises(SpecError, match=r"does not support sdpa(.|\n)*Use `attention=eager`"):
         build_model(model, sequence=SEQUENCE)
@@ -88,7 +88,7 @@ def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
 
 def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():
     before = torch.get_rng_state()
-    one, other = built(), built()
+    one, other = build_class(), build_class()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert keeps_its_weights(one)
@@ -96,20 +96,20 @@ def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding(tied):
-    model = built(tie_word_embeddings=tied)
+    model = build_class(tie_word_embeddings=tied)
     names = [name for name, _ in model.named_parameters()]
     assert ("lm_head.weight" not in names) is tied
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
 def test_units_are_the_blocks_that_the_class_names():
-    assert unit_modules(built()) == (("model.layers.0",), ("model.layers.1",), ("",))
+    assert unit_modules(build_class()) == (("model.layers.0",), ("model.layers.1",), ("",))
     neox = build_model(HuggingFaceModel(hf="gpt_neox", config=NEOX), sequence=SEQUENCE)
     assert unit_modules(neox) == (("gpt_neox.layers.0",), ("gpt_neox.layers.1",), ("",))
 
 
 def test_units_may_be_parts_of_blocks():
-    units = unit_modules(built(num_hidden_layers=1), UnitSize(kind=UnitKind.SUB_BLOCK))
+    units = unit_modules(build_class(num_hidden_layers=1), UnitSize(kind=UnitKind.SUB_BLOCK))
     assert units == (
         ("model.layers.0.self_attn",),
         ("model.layers.0.mlp",),
@@ -118,13 +118,13 @@ def test_units_may_be_parts_of_blocks():
     )
 
 
-def test_without_transformers_the_remedy_is_to_install_it(monkeypatch):
+def test_without_transformers_the_fix_is_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SpecError, match=r"pip install 'transformers>="):
-        built()
+        build_class()
 
 
-def test_a_built_in_model_asks_for_nothing(monkeypatch):
+def test_a_built_in_model_does_not_import_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, kv_heads=2, ffn=8, vocab=260)
     require_transformers(shape)
@@ -142,7 +142,7 @@ def test_a_published_config_is_taken_whole(kind):
     assert {name: tuple(tensor.shape) for name, tensor in ours.named_parameters()} == shapes
 
 
-def test_fields_without_effect_are_named_and_silent_ones_are_not():
+def test_fields_without_effect_are_named_and_harmless_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
     assert ignored == ("hidden_act (ignored)", "sliding_window_size (ignored)")
     eager = PUBLISHED["llama"] | {"attn_implementation": "eager"}
@@ -210,7 +210,7 @@ def test_all_faults_of_a_config_come_at_once():
         ({"hiden_size": 32, "hidden_size": None}, "model.config.hiden_size", "has no field"),
     ],
 )
-def test_what_a_published_config_may_not_say_is_refused(fields, place, finding):
+def test_forbidden_fields_of_a_published_config_are_rejected(fields, place, finding):
     whole = {**PUBLISHED["llama"], **fields}
     config = {field: value for field, value in whole.items() if value is not None}
     with pytest.raises(SpecError) as caught:
@@ -219,14 +219,14 @@ def test_what_a_published_config_may_not_say_is_refused(fields, place, finding):
     assert fault.place == place and finding in fault.finding and fault.remedy
 
 
-def test_heads_of_a_size_of_their_own_are_a_field_of_qwens_experts():
+def test_head_dim_is_a_field_of_qwens_experts():
     config = CONFIG | {"head_dim": 16, "moe_intermediate_size": 8, "num_experts": 8}
     model = build_model(HuggingFaceModel(hf="qwen3_moe", config=config), sequence=SEQUENCE)
     query = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
     assert query.shape == (4 * 16, 32)
 
 
-def test_a_file_beside_the_spec_is_read_and_says_its_class(tmp_path):
+def test_a_file_next_to_the_spec_is_read_and_names_its_class(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["llama"]))
     spec = tmp_path / "mine.yaml"
     rest = "mesh: {dp_shard: 2}\nplacement: zero2\nbatch: {micro: 2, sequence: 8}\n"

@@ -1,4 +1,4 @@
-"""Targets that count for nothing: who says which they are, and what losses are divided by."""
+"""Ignored targets: where they are declared, and the count that a loss is divided by."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shares(spec: Spec, source: Corpus | None = None, step: int = 0) -> list[Loca
     ]
 
 
-def counted(local: LocalBatch) -> int:
+def count_targets(local: LocalBatch) -> int:
     return sum(int((b.targets != IGNORED).sum()) for b in local.micro_batches(2))
 
 
@@ -56,12 +56,12 @@ def test_ignored_tokens_are_inputs_and_no_targets() -> None:
         assert (following == SPACE).any()
         assert torch.equal(targets == IGNORED, following == SPACE)
         assert torch.equal(targets[targets != IGNORED], following[following != SPACE])
-    assert counted(local) != counted(other)
+    assert count_targets(local) != count_targets(other)
 
 
 def test_a_step_is_divided_by_the_targets_that_count_on_all_ranks() -> None:
     parts = shares(spec_of())
-    total = sum(map(counted, parts))
+    total = sum(map(count_targets, parts))
     assert [part.global_tokens for part in parts] == [total, total]
     assert [part.global_samples for part in parts] == [16, 16]
     assert total < 16 * 16
@@ -70,7 +70,7 @@ def test_a_step_is_divided_by_the_targets_that_count_on_all_ranks() -> None:
 def test_a_step_without_a_target_that_counts_has_no_loss_and_divides_by_one() -> None:
     spec = spec_of(f"data.ignored={[*range(259)]}")
     (local, _) = shares(spec)
-    assert counted(local) == 0 and local.global_tokens == 1
+    assert count_targets(local) == 0 and local.global_tokens == 1
 
 
 def test_the_reference_is_torchs_mean_over_the_whole_batch() -> None:
@@ -91,7 +91,7 @@ def test_the_reference_is_torchs_mean_over_the_whole_batch() -> None:
         torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_mask_says_which_tokens_of_a_file_are_no_targets(tmp_path: Path) -> None:
+def test_a_mask_marks_the_tokens_of_a_file_that_are_no_targets(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, 259, 4000).astype(np.uint16)
     mask = generator.integers(0, 2, 4000).astype(bool)
@@ -124,7 +124,7 @@ def test_a_mask_says_which_tokens_of_a_file_are_no_targets(tmp_path: Path) -> No
         (None, "No such file"),
     ],
 )
-def test_a_mask_that_does_not_fit_its_tokens_is_refused(
+def test_a_mask_that_does_not_fit_its_tokens_is_rejected(
     tmp_path: Path, mask: np.ndarray | None, finding: str
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.zeros(4000, np.uint16))
@@ -139,7 +139,7 @@ def test_a_mask_that_does_not_fit_its_tokens_is_refused(
     assert fault.place == "data.loss_mask" and finding in fault.finding
 
 
-def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> None:
+def test_token_slices_have_their_targets_and_the_count_of_all() -> None:
     spec = load("cp-zigzag", ["batch.sequence=16", "data.ignored=[32]"]).spec
     (local,) = shares(spec)
     step = context_of(spec)
@@ -150,7 +150,7 @@ def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> N
     assert sum(numbers) == local.global_tokens and numbers[0] != numbers[1]
 
 
-def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
+def test_samples_of_a_users_loop_are_masked() -> None:
     spec = spec_of()
     tokens = torch.arange(16 * 17).reshape(16, 17) % 40
     part = shard_batch(tokens, spec, 0)

@@ -1,4 +1,4 @@
-"""One device takes the state that a training has come to, and goes on as if it were its own."""
+"""A single device loads the state of a training and continues from it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def look(step: int, measured: float, allowed: float) -> LargestDifference:
     return LargestDifference("loss", allowed, measured, f"step {step}")
 
 
-def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
+def test_the_comparison_with_the_largest_difference_is_reported() -> None:
     onward = ReferenceContinuation(SimpleNamespace(), Told(None))  # type: ignore[arg-type]
     for step, measured in ((25, 1e-6), (50, 2e-4), (75, 1e-5)):
         onward._of = step
@@ -93,11 +93,11 @@ def test_a_look_that_is_no_number_takes_more_than_all(measured: float) -> None:
 
 
 @pytest.mark.parametrize("allowed", [math.nan, math.inf])
-def test_what_a_reference_that_is_no_number_allows_is_nothing(allowed: float) -> None:
+def test_a_nan_reference_allows_nothing(allowed: float) -> None:
     assert look(25, 1e-6, allowed).share == math.inf
 
 
-def test_what_is_equal_holds_where_nothing_is_allowed_and_nothing_else_does() -> None:
+def test_only_equal_values_hold_with_zero_tolerance() -> None:
     assert (look(25, 0.0, 0.0).share, look(50, 1e-300, 0.0).share) == (0.0, math.inf)
 
 
@@ -111,7 +111,7 @@ class Told:
         return [value]
 
 
-def test_a_run_in_16_bits_is_held_against_a_reference_that_goes_on_from_its_state() -> None:
+def test_a_run_in_16_bits_is_compared_with_a_reference_that_continues_its_state() -> None:
     program = interpret(spec("precision.layout=zero16"), world=World())
     looking = ReferenceContinuation(program, Exchange(World()))
     looking.continue_from(25)

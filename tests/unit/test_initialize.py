@@ -1,4 +1,4 @@
-"""Initial weights depend on the seed and on names, and on nothing else."""
+"""Initial weights depend only on the seed and the names."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_buffers_are_in_no_checkpoint():
     assert not any(name.endswith("_TK") for name in build_model(ODD_SHAPE, sequence=4).state_dict())
 
 
-def test_a_model_of_the_users_own_keeps_its_weights_and_has_the_same_on_every_rank():
+def test_a_user_model_keeps_its_weights_on_every_rank():
     first = build_model(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
     before = {name: parameter.clone() for name, parameter in first.named_parameters()}
     initialize(first, 0)
@@ -119,7 +119,7 @@ def test_a_model_of_the_users_own_keeps_its_weights_and_has_the_same_on_every_ra
         assert torch.equal(parameter, before[name])
 
 
-def test_building_a_model_of_the_users_own_leaves_the_global_generator_alone():
+def test_building_a_user_model_keeps_the_global_generator_state():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is private in torch and used: in the torch that is installed it is as `internals` says."""
+"""The private torch APIs in use exist in the installed torch as `internals` declares them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_internals_are_written_for_every_torch_that_is_tested():
 
 
 @pytest.mark.parametrize("subsystem", SUBSYSTEMS)
-def test_torch_has_what_is_used_of_a_part_of_it(subsystem):
+def test_torch_has_the_declared_apis_of_a_component(subsystem):
     parts = import_module(f"ptrain.internals.{subsystem}").PARTS
     assert parts
     faults = [fault for part in parts for fault in part.find_differences(torch.__version__)]
@@ -60,7 +60,7 @@ class Changed:
         ),
     ],
 )
-def test_what_torch_has_otherwise_is_a_sentence(part, fault):
+def test_a_changed_api_is_reported_in_a_sentence(part, fault):
     assert [*part.find_differences("2.13.0")] == ([] if fault is None else [fault])
 
 

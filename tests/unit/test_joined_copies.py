@@ -1,4 +1,5 @@
-"""An update casts and copies the tensors of a unit by one operator, for few launches on a GPU."""
+"""An update casts and copies the tensors of a unit with one operator, to launch few kernels on a
+GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trained(*words: str) -> tuple[Program, Counter[str]]:
+def train_three_steps(*words: str) -> tuple[Program, Counter[str]]:
     """Return a program after three steps, and the operators of the last update."""
     spec = load("ddp", (*SMALL, *words)).spec
     world = fake_world(0, 2)
@@ -47,7 +48,7 @@ def trained(*words: str) -> tuple[Program, Counter[str]]:
 
 @pytest.mark.parametrize("layout", ["zero16", "fp16"])
 def test_a_unit_s_gradients_are_cast_and_its_masters_copied_by_one_operator(layout: str) -> None:
-    program, counts = trained(f"precision.layout={layout}")
+    program, counts = train_three_steps(f"precision.layout={layout}")
     units = len(program.update.groups)
     assert units > 2
     assert counts["_foreach_copy_"] == 2 * units
@@ -58,7 +59,7 @@ def test_a_unit_s_gradients_are_cast_and_its_masters_copied_by_one_operator(layo
 
 
 def test_buckets_are_cleared_by_one_operator() -> None:
-    program, counts = trained()
+    program, counts = train_three_steps()
     assert counts["_foreach_zero_"] == 1 and counts["zero_"] == 0
     gradients = [parameter.grad for parameter in program.model.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)

@@ -1,4 +1,4 @@
-"""What a training with a scaled loss writes down, and what it says of a slow processor."""
+"""The log of a training with a scaled loss, and the warning about a slow CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec_of(layout: str) -> Spec:
     return require_runnable(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
 
 
-def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
+def test_every_step_logs_its_scale_and_skipped_steps_count(
     tmp_path: Path,
 ) -> None:
     scaling = LossScale(Mesh(CreateMesh(axes=(), degrees=()), World()), ())
@@ -51,7 +51,7 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("zero16", "bf16"), ("fp16", "fp16")])
-def test_a_processor_without_the_dtype_is_told_of_in_one_line(
+def test_a_cpu_without_the_dtype_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, layout: str, dtype: str
 ) -> None:
     monkeypatch.setattr(session, "is_native", lambda asked: asked is DType.FP32)

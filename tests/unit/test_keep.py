@@ -1,5 +1,5 @@
-"""What blocks leave for backward, on one device: the same losses and gradients to the bit, fewer
-bytes on the device, and nothing left behind."""
+"""Activation modes on one device: identical losses and gradients to the bit, fewer bytes on the
+device, and no leaks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def nightly(names: Iterable[str]) -> list[object]:
     ]
 
 
-def made(model: str = "llama", kept: tuple[ActivationMode, ...] = ()) -> nn.Module:
+def build_blocks(model: str = "llama", kept: tuple[ActivationMode, ...] = ()) -> nn.Module:
     family, attention, dropout = MODELS[model]
     shape = ModelShape(
         family=family,
@@ -93,10 +93,10 @@ def made(model: str = "llama", kept: tuple[ActivationMode, ...] = ()) -> nn.Modu
     )
     module = build_model(shape, sequence=TOKENS)
     initialize(module, 0)
-    return applied(module, "blocks", kept)
+    return with_modes(module, "blocks", kept)
 
 
-def applied(module: nn.Module, blocks: str, kept: tuple[ActivationMode, ...]) -> nn.Module:
+def with_modes(module: nn.Module, blocks: str, kept: tuple[ActivationMode, ...]) -> nn.Module:
     step = Keep(blocks=tuple((f"{blocks}.{index}", each) for index, each in enumerate(kept)))
     apply_modes(module, step, Tiers(torch.device("cpu"), TagRegistry()))
     return module
@@ -133,37 +133,40 @@ def require_equal(found: Run, plain: Run) -> None:
         assert torch.equal(found.gradients[name], gradient), name
 
 
-def recorded(module: nn.Module) -> Recording:
+def record_pass(module: nn.Module) -> Recording:
     return record(module, unit_modules(module), lambda: loss_of(module), BATCH)
 
 
-def traced(module: nn.Module) -> Timeline:
-    return to_timeline(recorded(module))
+def trace_pass(module: nn.Module) -> Timeline:
+    return to_timeline(record_pass(module))
 
 
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_mode_computes_the_bits_of_its_plain_twin(model, variant):
     kept = (VARIANTS[variant],) * LAYERS
-    require_equal(run(made(model, kept)), run(made(model)))
+    require_equal(run(build_blocks(model, kept)), run(build_blocks(model)))
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_mixtures_by_block_compute_the_bits_of_their_plain_twin(mixture):
     for model in ("llama", "gpt-dropout"):
-        require_equal(run(made(model, MIXTURES[mixture])), run(made(model)))
+        require_equal(run(build_blocks(model, MIXTURES[mixture])), run(build_blocks(model)))
 
 
-def test_names_and_modules_stay_what_they_are():
-    plain, module = made(), made(kept=tuple(MIXTURES["M, O, R"]))
+def test_module_and_parameter_names_do_not_change():
+    plain, module = build_blocks(), build_blocks(kept=tuple(MIXTURES["M, O, R"]))
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [*map(type, module.modules())] == [*map(type, plain.modules())]
 
 
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
 def test_a_recomputed_block_leaves_its_input(model):
-    plain, all_of_them = traced(made(model)), traced(made(model, (M,) * LAYERS))
-    but_one = traced(made(model, (M,) * (LAYERS - 1)))
+    plain, all_of_them = (
+        trace_pass(build_blocks(model)),
+        trace_pass(build_blocks(model, (M,) * LAYERS)),
+    )
+    but_one = trace_pass(build_blocks(model, (M,) * (LAYERS - 1)))
     saved_by_one = (saved_bytes(plain) - saved_bytes(all_of_them)) / LAYERS
     assert saved_bytes(but_one) == saved_bytes(all_of_them) + saved_by_one
     assert 0 < saved_by_one < saved_bytes(plain) / LAYERS
@@ -172,15 +175,18 @@ def test_a_recomputed_block_leaves_its_input(model):
 @pytest.mark.parametrize("tier", [HOST, Tier.FILE])
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
 def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
-    recomputed = traced(made(model, (M,) * LAYERS))
-    timeline = traced(made(model, (ActivationMode(tier=tier),) * LAYERS))
+    recomputed = trace_pass(build_blocks(model, (M,) * LAYERS))
+    timeline = trace_pass(build_blocks(model, (ActivationMode(tier=tier),) * LAYERS))
     assert saved_bytes(timeline) == saved_bytes(recomputed) - LAYERS * INPUT
     assert {name for name, _ in timeline.moved} == {tier.value}
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt"])
-def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
-    plain, away = recorded(made(model)), recorded(made(model, (AWAY,) * LAYERS))
+def test_offloaded_bytes_equal_saved_bytes_with_each_storage_once(model):
+    plain, away = (
+        record_pass(build_blocks(model)),
+        record_pass(build_blocks(model, (AWAY,) * LAYERS)),
+    )
     left = [event.size for event in saved_storages(away)]
     expected = [event.size for event in saved_storages(plain)]
     for size in left:
@@ -191,8 +197,10 @@ def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
 
 def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
     for policy in (FULL, SELECTIVE):
-        on_device = traced(made(kept=(ActivationMode(policy=policy),) * LAYERS))
-        timeline = traced(made(kept=(ActivationMode(policy=policy, tier=HOST),) * LAYERS))
+        on_device = trace_pass(build_blocks(kept=(ActivationMode(policy=policy),) * LAYERS))
+        timeline = trace_pass(
+            build_blocks(kept=(ActivationMode(policy=policy, tier=HOST),) * LAYERS)
+        )
         assert timeline.moved == (("host", INPUT),) * LAYERS
         assert saved_bytes(timeline) == saved_bytes(on_device) - LAYERS * INPUT
 
@@ -203,14 +211,14 @@ def test_gradients_are_all_that_is_left_of_a_step():
         items = (*timeline.forward, *timeline.backward)
         return sum(getattr(item, "net", 0) for item in items)
 
-    plain = left(traced(made()))
+    plain = left(trace_pass(build_blocks()))
     for kept in VARIANTS.values():
-        assert left(traced(made(kept=(kept,) * LAYERS))) == plain
+        assert left(trace_pass(build_blocks(kept=(kept,) * LAYERS))) == plain
 
 
 def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
     """As where its parts are gathered for their own time, into other storages."""
-    module = made(kept=(AWAY,) * LAYERS)
+    module = build_blocks(kept=(AWAY,) * LAYERS)
     fresh: list[Tensor] = []
 
     def gather(inner: nn.Module, _: object) -> None:
@@ -221,8 +229,8 @@ def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
     for block in module.blocks:
         for inner in block.modules():
             inner.register_forward_pre_hook(gather)
-    moved = traced(module).moved
-    assert fresh and moved == traced(made(kept=(AWAY,) * LAYERS)).moved
+    moved = trace_pass(module).moved
+    assert fresh and moved == trace_pass(build_blocks(kept=(AWAY,) * LAYERS)).moved
 
 
 def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypatch):
@@ -234,7 +242,7 @@ def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypa
         return homes(module, *kinds)
 
     monkeypatch.setattr(apply, "_tensor_dicts", looking)
-    module = made(kept=(AWAY,) * LAYERS)
+    module = build_blocks(kept=(AWAY,) * LAYERS)
     loss_of(module)
     assert looks.count(module) == 1
     assert [looks.count(block) for block in module.blocks] == [1] * LAYERS
@@ -243,7 +251,7 @@ def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypa
 def test_a_pass_that_has_no_backward_leaves_nothing_off_the_device():
     gc.collect()
     before = len(ledger._TIERS)
-    module = made(kept=(AWAY, VARIANTS["M@host"], VARIANTS["O@file"]))
+    module = build_blocks(kept=(AWAY, VARIANTS["M@host"], VARIANTS["O@file"]))
     loss = loss_of(module)
     assert len(ledger._TIERS) > before
     del loss
@@ -256,7 +264,7 @@ def test_a_pass_that_has_no_backward_leaves_nothing_off_the_device():
 
 
 def test_a_block_that_fails_leaves_nothing_and_the_next_pass_is_right():
-    module, gave = made(kept=(AWAY,) * LAYERS), run(made())
+    module, gave = build_blocks(kept=(AWAY,) * LAYERS), run(build_blocks())
     before = len(ledger._TIERS)
     hook = module.get_submodule("blocks.1.mlp").register_forward_hook(_fail)
     with pytest.raises(ZeroDivisionError):
@@ -274,7 +282,7 @@ def _fail(*_: object) -> None:
 
 def test_a_graph_that_is_kept_is_gone_through_again():
     """Under another loss than ours, which turns what it saved into its gradient."""
-    module = made(kept=(AWAY,) * LAYERS)
+    module = build_blocks(kept=(AWAY,) * LAYERS)
     loss = module(BATCH[:, :-1]).square().sum()
     loss.backward(retain_graph=True)
     once = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
@@ -290,11 +298,11 @@ def test_a_model_that_is_not_built_in_computes_the_same(variant):
         return necks(vocab=VOCAB)
 
     kept = (VARIANTS[variant],) * 2
-    require_equal(run(applied(model(), "layers", kept)), run(model()))
+    require_equal(run(with_modes(model(), "layers", kept)), run(model()))
 
 
 def test_blocks_that_a_stage_lacks_are_left_out():
-    module = made()
+    module = build_blocks()
     del module.blocks[0]
     apply_modes(
         module,
@@ -304,13 +312,13 @@ def test_blocks_that_a_stage_lacks_are_left_out():
     run(module)
 
 
-def test_the_attention_alone_is_refused_where_it_is_no_module():
+def test_the_attention_alone_is_rejected_where_it_is_no_module():
     with pytest.raises(SpecError, match="policy attention needs an attention module"):
-        applied(necks(), "layers", (VARIANTS["attention"],))
+        with_modes(necks(), "layers", (VARIANTS["attention"],))
 
 
-class _Copies:
-    """Stands for an accelerator's streams: writes down what sets out when."""
+class _RecordedCopies:
+    """A stub for the streams of an accelerator that records the start of each copy."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -331,8 +339,8 @@ class _Copies:
         self.log.append(("use", event))
 
 
-def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypatch):
-    copies = _Copies()
+def test_each_storage_is_prefetched_one_block_ahead(monkeypatch):
+    copies = _RecordedCopies()
     before = apply.OffloadHooks.__init__
 
     def with_streams(self, model, tiers):
@@ -340,7 +348,7 @@ def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypa
         self.streams = copies
 
     monkeypatch.setattr(apply.OffloadHooks, "__init__", with_streams)
-    module, gave = made(kept=(AWAY,) * LAYERS), loss_of(made())
+    module, gave = build_blocks(kept=(AWAY,) * LAYERS), loss_of(build_blocks())
     loss = loss_of(module)
     out = [number for what, number in copies.log if what == "out"]
     by_block = len(out) // LAYERS

@@ -1,4 +1,4 @@
-"""Layers that are alike: what the few that run tell of all of them is what all of them do."""
+"""Identical layers: facts of a few executed layers equal the facts of all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import rank_part, tensor_parts
 from ptrain.traces.facts import facts_of
-from tests.forked import nothing, patched
+from tests.forked import nothing, patch_processes
 
 nightly = pytest.mark.nightly
 
@@ -34,7 +34,7 @@ def spec_of(strategy: str, *changes: str) -> Spec:
 def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Facts of which every layer has run, here and in the processes that play the ranks."""
     monkeypatch.setattr(rank_part, "block_kinds", nothing)
-    monkeypatch.setattr(tensor_parts, "Popen", patched(rank_part__block_kinds=nothing))
+    monkeypatch.setattr(tensor_parts, "Popen", patch_processes(rank_part__block_kinds=nothing))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._request_answers.cache_clear()
     return facts_of(spec)
@@ -84,7 +84,7 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         ),
     ],
 )
-def test_a_few_layers_tell_of_all_that_are_alike(
+def test_a_few_layers_determine_all_identical_ones(
     strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(strategy, *changes)

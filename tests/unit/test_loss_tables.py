@@ -1,4 +1,4 @@
-"""The tables of a loss in chunks say what traces of other shapes do."""
+"""The tables of a loss in chunks equal traces of other shapes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("place", "model", "layout", "samples", "chunk", "more"), list(cases()))
-def test_a_loss_in_chunks_is_predicted_as_a_trace_says(
+def test_a_loss_in_chunks_is_predicted_as_traced(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     model: str,

@@ -1,4 +1,5 @@
-"""Classes of transformers that add a term to their loss are refused: ptrain has logits alone."""
+"""Transformers classes that add a term to their loss are rejected: ptrain computes the loss from
+logits."""
 
 from __future__ import annotations
 
@@ -30,22 +31,24 @@ CLASSES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe")
 CODEBOOKS = "loss_fct(codebook_logits"
 
 
-def built(hf: str, **config: Any) -> Any:
+def build_class(hf: str, **config: Any) -> Any:
     return build_model(HuggingFaceModel(hf=hf, config={**SIZES, **config}), sequence=16)
 
 
 @pytest.mark.parametrize("hf", CLASSES)
 @pytest.mark.parametrize("published", [False, True])
-def test_a_router_loss_is_refused_with_the_override_that_drops_it(hf: str, published: bool) -> None:
+def test_a_router_loss_is_rejected_with_the_override_that_drops_it(
+    hf: str, published: bool
+) -> None:
     fields = {"model_type": hf} if published else {}
     with pytest.raises(SpecError) as caught:
-        built(hf, output_router_logits=True, **fields)
+        build_class(hf, output_router_logits=True, **fields)
     (fault,) = caught.value.faults
     assert fault.place == "model.config.output_router_logits"
     assert "adds a term to its loss" in fault.finding
     assert "`model.config.output_router_logits=False`" in fault.remedy
-    assert built(hf, output_router_logits=False, **fields) is not None
-    assert built(hf, **fields) is not None, "no class has it by itself"
+    assert build_class(hf, output_router_logits=False, **fields) is not None
+    assert build_class(hf, **fields) is not None, "no class has it by itself"
 
 
 def test_the_fix_is_an_override(ptrain, capsys) -> None:
@@ -58,12 +61,12 @@ def test_the_fix_is_an_override(ptrain, capsys) -> None:
     ptrain("predict", "zero3", *words, "model.config.output_router_logits=False")
 
 
-def test_a_loss_of_large_logits_is_refused() -> None:
+def test_a_loss_of_large_logits_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"Use `model\.config\.z_loss_coefficient=0\.0`"):
         build_model(HuggingFaceModel(hf="bamba", config={"z_loss_coefficient": 1e-4}), sequence=16)
 
 
-def test_a_given_model_is_refused_too() -> None:
+def test_a_given_model_is_rejected_too() -> None:
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True)
     module = transformers.MixtralForCausalLM(config)
     spec = load("zero3", ("batch={global: 4, micro: 2, sequence: 16}",)).spec

@@ -1,4 +1,4 @@
-"""What `benchmarks/losses.py --check` says of two runs: which strategy and which step differ."""
+"""`benchmarks/losses.py --check` compares two runs: the strategy and step that differ."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is metered is one step of a model; the ranks' accounts become one, and no rank's traffic is
-passed over."""
+"""The meter measures one step of a model, merges the ranks' accounts, and keeps every rank's
+traffic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_rank_that_sent_nothing_is_noticed():
     assert len(failing(OWN, replace(OWN, traffic=()))) == 3
 
 
-def test_a_call_that_only_one_rank_made_and_nobody_predicted_is_noticed():
+def test_a_call_of_one_rank_without_a_prediction_is_reported():
     other = replace(ROW, key=replace(KEY, phase=Phase.UPDATE), sent_bytes=0)
     assert len(failing(OWN, replace(OWN, traffic=(ROW, other)))) == 3
 
@@ -67,12 +67,12 @@ def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("model", ["zero3", None, nn.Linear])
-def test_what_is_no_model_is_refused_at_once(model):
+def test_an_invalid_model_is_rejected_at_once(model):
     with pytest.raises(TypeError, match=r"measure takes a Program or an nn\.Module; got"):
         measure(model)
 
 
-def test_a_second_step_inside_is_refused():
+def test_a_second_step_inside_is_rejected():
     model, optimizer = _linear()
     with (
         pytest.raises(PtrainError, match="the optimizer starts a second step"),

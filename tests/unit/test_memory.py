@@ -1,4 +1,4 @@
-"""The memory meter counts what lives, exactly, and puts it where it belongs."""
+"""The memory meter counts live bytes exactly and attributes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_views_of_one_storage_count_once_and_with_their_padding():
     assert device_bytes(meter)[State.PARAMETERS] == 40
 
 
-def test_what_is_tagged_as_host_memory_is_no_device_memory():
+def test_host_memory_is_no_device_memory():
     there, here = torch.zeros(8), torch.zeros(2)
     set_tier(there, Tier.HOST)
     with MemoryMeter(Holder((State.OPTIMIZER, there), (State.OPTIMIZER, here))) as meter:
@@ -93,8 +93,8 @@ def test_a_buffer_that_is_tagged_after_its_birth_is_in_no_peak(tier: Tier):
     del here, there
 
 
-def test_what_dies_between_a_birth_and_its_tag_hides_no_tag():
-    """An argument of the operator, or what another thread lets go."""
+def test_a_tensor_freed_between_allocation_and_tag_does_not_hide_the_tag():
+    """An operator's argument, or a tensor freed by another thread."""
     with MemoryMeter(Holder()) as meter:
         meter.phase(Phase.UPDATE, 0)
         argument = torch.empty(10)
@@ -108,7 +108,7 @@ def test_what_dies_between_a_birth_and_its_tag_hides_no_tag():
     del here
 
 
-def test_the_peak_counts_what_lives_at_once():
+def test_the_peak_counts_simultaneously_live_bytes():
     weight = torch.zeros(100)
     with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
         meter.phase(Phase.FORWARD, 0)
@@ -121,7 +121,7 @@ def test_the_peak_counts_what_lives_at_once():
     assert meter.live == 400
 
 
-def test_what_lived_before_the_step_counts_though_nobody_declared_it():
+def test_undeclared_memory_from_before_the_step_counts():
     forgotten = torch.zeros(50)
     with MemoryMeter(Holder()) as meter:
         meter.phase(Phase.FORWARD, 0)
@@ -133,7 +133,7 @@ def test_what_lived_before_the_step_counts_though_nobody_declared_it():
     assert peak(meter) == 204
 
 
-def test_each_phase_has_a_peak_of_its_own():
+def test_each_phase_has_a_peak():
     with MemoryMeter(Holder()) as meter:
         meter.phase(Phase.FORWARD, 0)
         kept = torch.zeros(10)
@@ -148,7 +148,7 @@ def test_each_phase_has_a_peak_of_its_own():
     ]
 
 
-def test_what_forward_leaves_is_activations_and_what_is_resized_is_transient():
+def test_tensors_saved_by_forward_are_activations_and_resized_ones_transient():
     weight = torch.zeros(3)
     gathered = torch.zeros(50)
     gathered.untyped_storage().resize_(0)
@@ -164,7 +164,7 @@ def test_what_forward_leaves_is_activations_and_what_is_resized_is_transient():
     assert read[State.PARAMETERS] == 12
 
 
-def test_the_last_micro_batch_says_what_the_activations_are():
+def test_the_last_micro_batch_determines_the_activations():
     with MemoryMeter(Holder()) as meter:
         for index, size in enumerate((10, 20)):
             meter.phase(Phase.FORWARD, index)
@@ -215,8 +215,8 @@ def allocated_at_most(step: Callable[[], object]) -> int:
     return highest
 
 
-def test_the_peak_equals_the_allocators_own_account_of_a_step():
-    """These operators allocate nothing but their results."""
+def test_the_peak_equals_the_allocators_count_of_a_step():
+    """These operators allocate only their results."""
     weight = torch.ones(1000, requires_grad=True)
 
     def step() -> None:
@@ -234,7 +234,7 @@ def test_the_peak_equals_the_allocators_own_account_of_a_step():
 
 
 @pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
-def test_the_peak_of_compiled_code_equals_the_allocators_own_account():
+def test_the_peak_of_compiled_code_equals_the_allocators_count():
     first, second = (torch.full((64, 64), 0.01, requires_grad=True) for _ in range(2))
     x = torch.ones(256, 64)
 

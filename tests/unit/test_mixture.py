@@ -1,5 +1,5 @@
-"""Several token files: each has its share of the samples and its own epochs, on any mesh, and a run
-that goes on draws what it would have drawn."""
+"""Several token files: each has its share of the samples and separate epochs on any mesh, and a
+resumed run draws the same samples."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def first_tokens(source: SampleSource, spec: Spec, step: int, degree: int) -> li
     return [token for turn in turns for own in rows for token in own[turn : turn + micro]]
 
 
-def drawn(spec: Spec, steps: range, degree: int = 1) -> list[int]:
+def first_tokens_of_steps(spec: Spec, steps: range, degree: int = 1) -> list[int]:
     source = open_corpus(spec.data)
     return [*chain.from_iterable(first_tokens(source, spec, step, degree) for step in steps)]
 
 
-def test_each_file_has_its_share_and_its_own_epochs(folder: Path):
+def test_each_file_has_its_share_and_separate_epochs(folder: Path):
     spec = spec_of(folder)
-    stream = drawn(spec, range(60))
+    stream = first_tokens_of_steps(spec, range(60))
     files = [token // 1000 for token in stream]
     for cycle in range(0, len(files) - 8, 9):  # 6 : 2 : 1
         assert Counter(files[cycle : cycle + 9]) == {0: 6, 1: 2, 2: 1}
@@ -88,19 +88,22 @@ def test_each_file_has_its_share_and_its_own_epochs(folder: Path):
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_every_mesh_draws_the_same_and_a_run_goes_on_where_it_stopped(
-    folder: Path, degree: int, micro: int
-):
+def test_every_mesh_draws_the_same_samples_and_a_run_resumes(folder: Path, degree: int, micro: int):
     spec = spec_of(folder)
     other = spec_of(folder, f"mesh.dp_shard={degree}", micro=micro)
-    assert drawn(other, range(5, 9), degree) == drawn(spec, range(9))[5 * 12 :]
+    assert (
+        first_tokens_of_steps(other, range(5, 9), degree)
+        == first_tokens_of_steps(spec, range(9))[5 * 12 :]
+    )
 
 
 def test_another_seed_draws_in_another_order(folder: Path):
-    assert drawn(spec_of(folder), range(3)) != drawn(spec_of(folder, "train.seed=1"), range(3))
+    assert first_tokens_of_steps(spec_of(folder), range(3)) != first_tokens_of_steps(
+        spec_of(folder, "train.seed=1"), range(3)
+    )
 
 
-def test_what_is_held_out_of_each_is_drawn_alike(folder: Path, tmp_path: Path):
+def test_held_out_samples_of_each_file_are_equal_on_every_mesh(folder: Path, tmp_path: Path):
     files = []
     for number in range(2):
         np.save(tmp_path / f"{number}.npy", (1000 * number + np.arange(900)).astype(np.uint16))
@@ -121,7 +124,7 @@ def test_names_of_samples_are_those_of_no_other(folder: Path):
     assert set(ids.values()) == {1}
 
 
-def test_masks_of_some_are_masks_of_their_own(folder: Path):
+def test_masks_of_some_files_apply_to_those_only(folder: Path):
     mask = np.arange(len(np.load(folder / "b.npy"))) % 2 == 0
     np.save(folder / "own.npy", mask)
     sources = [
@@ -137,7 +140,7 @@ def test_masks_of_some_are_masks_of_their_own(folder: Path):
     assert share.global_tokens == int((~ignored[:, 1:]).sum())
 
 
-def test_what_is_written_is_read_again(folder: Path):
+def test_the_written_mixture_reads_back(folder: Path):
     spec = spec_of(folder)
     assert load(to_mapping(spec, sync_is_written=False)).spec == spec
 
@@ -156,7 +159,7 @@ def test_a_cycle_has_the_shares_to_the_digit(weights: list[float], cycle: tuple[
     assert cycle_quotas(weights) == cycle
 
 
-def test_shares_that_no_short_cycle_has_are_nearly_so():
+def test_shares_without_a_short_cycle_are_approximated():
     weights = [0.123456789, 1.0, 3.14159]
     shares = [weight / sum(weights) for weight in weights]
     cycle = cycle_quotas(weights)
@@ -183,7 +186,7 @@ def test_shares_that_no_short_cycle_has_are_nearly_so():
     ],
     ids=str,
 )
-def test_sources_that_are_none_are_refused(folder: Path, sources: Any, finding: str):
+def test_sources_that_are_none_are_rejected(folder: Path, sources: Any, finding: str):
     with pytest.raises(SpecError) as caught:
         spec_of(folder, sources=sources)
     (fault,) = caught.value.faults
@@ -197,7 +200,7 @@ def test_sources_that_are_none_are_refused(folder: Path, sources: Any, finding: 
         (("data.loss_mask=m.npy",), "data.loss_mask"),
     ],
 )
-def test_what_excludes_sources_is_refused_beside_them(
+def test_keys_that_exclude_sources_are_rejected_with_them(
     folder: Path, words: tuple[str, ...], place: str
 ):
     with pytest.raises(SpecError) as caught:
@@ -209,7 +212,7 @@ def test_a_path_on_the_command_line_takes_the_place_of_sources(folder: Path):
     assert spec_of(folder, "data.path=a.npy").data.sources is None
 
 
-def test_all_files_that_cannot_be_read_are_named_at_once(folder: Path):
+def test_all_unreadable_files_are_named_at_once(folder: Path):
     np.save(folder / "small.npy", np.zeros(3, np.uint16))
     np.save(folder / "large.npy", np.full(400, 5000, np.uint16))
     gone = [{"path": str(folder / name)} for name in ("gone.npy", "a.npy", "lost.npy")]

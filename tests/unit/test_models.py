@@ -188,7 +188,7 @@ def test_grouped_queries_equal_repeated_key_value_heads(kv_heads):
 
 
 @pytest.mark.parametrize("shape", [SMALL_GPT, replace(SMALL_GPT, tied=False, ffn=77)])
-def test_gpt_equals_torchs_own_encoder_layers(shape):
+def test_gpt_equals_torchs_encoder_layers(shape):
     module, rows = real(shape), tokens_of(shape)
     w = dict(module.named_parameters())
     x = w["embed.weight"][rows] + w["positions.weight"]
@@ -275,6 +275,6 @@ def test_an_ignored_target_counts_for_nothing():
         (replace(SMALL_GPT, head_bias=True), "a tied head uses the embedding"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_with_a_remedy(shape, finding):
+def test_an_impossible_shape_is_rejected_with_a_fix(shape, finding):
     with pytest.raises(PtrainError, match=finding):
         build_model(shape, sequence=SEQUENCE)

@@ -1,4 +1,4 @@
-"""Layers of experts beside loops over tokens and beside torch's own grouped product."""
+"""Layers of experts compared with loops over tokens and with torch's grouped product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptrain.spec.block import Activation, Router
 from ptrain.spec.model import ModelShape
 from ptrain.steps.step import BalanceExperts, CreateMesh
 from ptrain.traces.facts import read_facts
-from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_cases import expert_spec
 from tests.pure.build import ODD_SHAPE
 
 SHAPE = replace(
@@ -104,7 +104,7 @@ def by_token(layer: MoE, x_BTC: Tensor, capacity: int) -> Tensor:
 
 @pytest.mark.parametrize("factor", [None, 0.5, 1.0, 4.0])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_layer_computes_what_a_loop_over_its_tokens_does(name: str, factor: float | None):
+def test_a_layer_computes_the_result_of_a_loop_over_its_tokens(name: str, factor: float | None):
     shape = replace(SHAPES[name], capacity_factor=factor)
     layer, x_BTC = layer_of(shape), tokens(shape).requires_grad_()
     capacity = x_BTC.shape[1] if factor is None else shape.capacity(x_BTC.shape[1])
@@ -118,15 +118,15 @@ def test_a_layer_computes_what_a_loop_over_its_tokens_does(name: str, factor: fl
         torch.testing.assert_close(gradient, other, rtol=0.0, atol=1e-14 * largest)
 
 
-def test_first_choices_have_their_places_before_second_ones():
+def test_first_choices_take_capacity_before_second_ones():
     chosen_BTK = torch.tensor([[[0, 1], [1, 0], [0, 1]]])
     places = ExpertPlaces(replace(SHAPE, experts=2, capacity_factor=0.6))  # two of each expert
     assert places(chosen_BTK).tolist() == [[0, 3], [2, 4], [1, 4]]  # 4: there is none
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_group_by_group_is_torchs_own(dtype: torch.dtype):
-    """Of fp64 numbers that the narrower dtype has: torch has none of fp64."""
+def test_the_grouped_product_equals_torchs(dtype: torch.dtype):
+    """For fp64 numbers that the narrower dtype represents: torch has no grouped product in fp64."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(8, 16, generator=generator).to(dtype)
     weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
@@ -149,11 +149,11 @@ def test_the_product_group_by_group_is_torchs_own(dtype: torch.dtype):
 def test_no_size_depends_on_where_tokens_go(factor: float | None, compute: str | None):
     shape = {"capacity_factor": factor} if factor else {}
     precision = {"layout": "fp32", **({"compute": compute} if compute else {})}
-    facts = read_facts(spec_of("top-2", shape=shape, precision=precision))
+    facts = read_facts(expert_spec("top-2", shape=shape, precision=precision))
     assert not facts.by_data and not facts.untraced and facts.timeline is not None
 
 
-def test_an_even_router_has_the_least_loss_and_its_own_weight():
+def test_an_even_router_has_the_least_loss_with_its_weight():
     shape = replace(SHAPE, experts_per_token=1, aux_loss=0.25)
     scores_BTE = torch.full((2, 8, 4), 0.25, dtype=torch.float64)
     even_BTK = (torch.arange(8) % 4).expand(2, 8)[..., None]
@@ -236,7 +236,7 @@ def test_choices_are_counted_once_a_token_and_in_training_alone():
     assert int(layer.router.load_E.sum()) == 3 * 7 * 2
 
 
-def test_a_bias_is_no_part_of_what_experts_count_and_has_no_gradient():
+def test_a_routing_bias_does_not_scale_experts_and_has_no_gradient():
     shape = replace(SHAPE, experts_per_token=3, bias_update_rate=0.1, router_norm=False)
     layer, x_BTC = layer_of(shape), tokens(shape)
     layer.router.bias_E.zero_()

@@ -1,5 +1,5 @@
-"""Moving averages of the parameters beside one device's: sound ones hold, faulty ones are named.
-One process."""
+"""Moving averages of the parameters compared with one device: correct ones hold, faulty ones are
+named. One process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loops that are unusual and right hold, and a fault is not said to be proven by what proves
-nothing. One process, fp64."""
+"""Unusual correct loops hold, and a fault is not called proven without proof. One process, fp64."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).dou
 Change = Callable[[nn.Module], None]
 
 
-def nothing(model: nn.Module) -> None:
-    """The gradients are as backward left them."""
+def unchanged_gradients(model: nn.Module) -> None:
+    """Leave the gradients unchanged."""
 
 
 def job(
     build: Callable[[], nn.Module],
     *,
-    between: Change = nothing,
+    between: Change = unchanged_gradients,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     after: Callable[[torch.optim.Optimizer], Callable[[], Any]] | None = None,
 ) -> Callable[[], ptrain.Job]:
@@ -95,16 +94,16 @@ class Ends(nn.Module):
         return self.last(self.first(x))
 
 
-def held(verdict: LoopVerdict) -> None:
+def require_holds(verdict: LoopVerdict) -> None:
     assert verdict.holds, verdict
 
 
 def test_a_parameter_without_dimensions_and_one_without_a_gradient_hold() -> None:
     sound = job(lambda: Scaled().double())
-    held(ptrain.verify(sound, sound, ROWS))
+    require_holds(ptrain.verify(sound, sound, ROWS))
 
 
-def test_a_branch_whose_gradient_is_zero_holds_under_momentum() -> None:
+def test_a_branch_with_zero_gradient_holds_under_momentum() -> None:
     sound = job(
         lambda: Gated().double(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -113,7 +112,7 @@ def test_a_branch_whose_gradient_is_zero_holds_under_momentum() -> None:
     assert "emptied" not in str(verdict.root_cause)
 
 
-def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> None:
+def test_updates_below_the_dtypes_resolution_are_noted() -> None:
     def norm() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).bfloat16()
 
@@ -123,13 +122,13 @@ def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> Non
     assert any("stays the same to the bit" in note for note in verdict.notes)
 
 
-def test_a_schedule_that_ends_with_the_batches_holds_and_says_what_was_not_tried() -> None:
+def test_a_schedule_that_ends_with_the_batches_holds_with_a_note() -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=len(ROWS) + 1).step
 
     sound = job(lambda: nn.Linear(4, 3).double(), after=schedule)
     verdict = ptrain.verify(sound, sound, ROWS)
-    held(verdict)
+    require_holds(verdict)
     assert any("no step can be run again" in note for note in verdict.notes)
 
 
@@ -157,7 +156,7 @@ def test_a_module_is_not_blamed_for_a_gradient_that_was_wrong_without_it() -> No
     assert verdict.root_cause.certainty != "proven by trying", verdict
 
 
-def test_groups_with_each_others_betas_are_said_in_words() -> None:
+def test_swapped_betas_of_groups_are_described_in_words() -> None:
     def groups(first: tuple[float, float], last: tuple[float, float]) -> Callable[..., Any]:
         def made(model: nn.Module) -> torch.optim.Optimizer:
             settings = [
@@ -216,7 +215,7 @@ def _tokens(loss: Callable[[Tensor, Tensor], Tensor], build: Callable[[], nn.Mod
 TOKENS = list(torch.randint(0, 11, (3, 6, 10), generator=torch.Generator().manual_seed(2)))
 
 
-def test_a_model_that_draws_as_it_runs_is_not_said_to_lack_a_mask() -> None:
+def test_a_model_that_draws_at_run_time_is_not_reported_to_lack_a_mask() -> None:
     def following(logits: Tensor, tokens: Tensor) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -243,11 +242,11 @@ def test_a_task_that_is_to_copy_is_a_note() -> None:
 
     made = _tokens(same, Copying)
     verdict = ptrain.verify(made, made, TOKENS)
-    held(verdict)
+    require_holds(verdict)
     assert any("if the task is to copy" in note for note in verdict.notes)
 
 
-def test_a_bias_whose_gradient_is_a_sum_that_cancels_is_as_exact_as_its_addends() -> None:
+def test_a_bias_gradient_with_cancelling_terms_is_as_exact_as_its_terms() -> None:
     scale = Magnitude(usual=0.1)
     bias, rounding = torch.tensor([3e-4]), 6e-8
     own = bias + rounding
@@ -311,7 +310,7 @@ def clipping(scale: float) -> Callable[[], ptrain.Job]:
     return made
 
 
-def test_a_trained_loss_whose_factor_clipping_hides_is_not_said_to_be_reported_wrong() -> None:
+def test_a_scaled_loss_hidden_by_clipping_is_not_reported_as_wrong() -> None:
     verdict = ptrain.verify(clipping(1.0), clipping(2.0), ROWS)
     assert verdict.root_cause is not None
     assert "match after clipping" in verdict.root_cause.sentence

@@ -8,7 +8,7 @@ from ptrain.train.session import replace_device
 
 
 @pytest.mark.parametrize("cluster", ["cluster.preset=laptop", "cluster.preset=a100-8"])
-def test_the_gpu_that_is_there_says_its_capability_whatever_the_cluster_is(
+def test_the_present_gpu_determines_the_capability_for_any_cluster(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -1,5 +1,5 @@
-"""Predicted operations of a step are those that torch's counter sees run: of forward, of backward,
-and of what backward runs again."""
+"""The predicted operations of a step equal torch's counter: forward, backward, and
+recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptrain.runtime.world import World, fake_world
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.flops import counted
+from tests.flops import count_step
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
@@ -80,7 +80,7 @@ def test_operations_are_those_that_are_predicted(model, attention, kept):
     spec = spec_of(model, attention, kept)
     tokens = torch.zeros(spec.batch.micro * 2, spec.batch.sequence + 1, dtype=torch.int64)
     batch = LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=())
-    found = counted(interpret(spec, world=World()), batch)
+    found = count_step(interpret(spec, world=World()), batch)
     (predicted,) = derive(spec).exact.operations
     assert found[Phase.FORWARD] == predicted.forward
     assert found[Phase.BACKWARD] == predicted.backward + predicted.again
@@ -123,7 +123,7 @@ def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predic
         world = fake_world(predicted.rank, degree)
         try:
             program = interpret(spec, world=world)
-            found = counted(program, program.own_tokens(blank_batch(spec)))
+            found = count_step(program, program.own_tokens(blank_batch(spec)))
         finally:
             world.close()
         assert found[Phase.FORWARD] == predicted.forward

@@ -1,4 +1,4 @@
-"""Token files say which tokenizer made them: numbers of one are not read as words of another."""
+"""Token files record their tokenizer: token ids of one are not read as ids of another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import save_tokenizer
-from tests.published_folders import saved
+from tests.published_folders import save_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,11 +28,11 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and its tokenizer, as they are published."""
-    folder = saved("llama", tmp_path_factory.mktemp("base") / "base", vocab_size=320)
+    folder = save_folder("llama", tmp_path_factory.mktemp("base") / "base", vocab_size=320)
     return save_tokenizer(folder)
 
 
-def other(base: Path, folder: Path) -> Path:
+def other_tokenizer(base: Path, folder: Path) -> Path:
     """A tokenizer of the same size in which two words have changed places."""
     folder.mkdir()
     content = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
@@ -70,8 +70,8 @@ def spec_of(**sections: Any) -> Spec:
     ).spec
 
 
-def test_a_model_is_given_tokens_of_its_own_tokenizer_alone(base: Path, tmp_path: Path):
-    made = {"own": base, "other": other(base, tmp_path / "tokenizer"), "bytes": None}
+def test_a_model_accepts_only_tokens_of_its_tokenizer(base: Path, tmp_path: Path):
+    made = {"own": base, "other": other_tokenizer(base, tmp_path / "tokenizer"), "bytes": None}
     for name, tokenizer in made.items():
         file = tokens(tmp_path, name, tokenizer)
         spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
@@ -100,7 +100,10 @@ def test_lengths_with_which_a_tokenizer_was_saved_make_no_other_of_it(base: Path
 
 
 def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
-    files = [tokens(tmp_path, "a", base), tokens(tmp_path, "b", other(base, tmp_path / "other"))]
+    files = [
+        tokens(tmp_path, "a", base),
+        tokens(tmp_path, "b", other_tokenizer(base, tmp_path / "other")),
+    ]
     np.save(tmp_path / "unknown.npy", np.arange(300, dtype=np.uint16))
     model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
     for paths, is_refused in (
@@ -119,7 +122,7 @@ def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
             require_trainable_data(open_corpus(spec.data), spec)
 
 
-def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp_path: Path):
+def test_another_file_at_the_same_path_has_another_origin(base: Path, tmp_path: Path):
     record = origin_path(tokens(tmp_path, "t", base))
     assert json.loads(record.read_text())["tokenizer"] == str(base / "tokenizer.json")
     tokens(tmp_path, "t", None)
@@ -133,7 +136,7 @@ def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp
 
 def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_path: Path):
     model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
-    own, different = tmp_path / "own", other(base, tmp_path / "different")
+    own, different = tmp_path / "own", other_tokenizer(base, tmp_path / "different")
     shutil.copytree(base, own)
     of_words, of_bytes = tokens(tmp_path, "words", own), tokens(tmp_path, "bytes", None)
     spec = spec_of(model=model, data={"path": str(of_words)})

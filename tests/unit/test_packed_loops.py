@@ -1,5 +1,5 @@
-"""Several documents in a sample: labels that reach across their ends are told once it is said which
-token ends one. One process."""
+"""Several documents in a sample: labels that cross their ends are detected if the end token is
+named. One process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Writer(nn.Module):
         return self.head(weights.double() @ self.embed(tokens))
 
 
-def judged(*, across: bool, end: int | None = END) -> LoopVerdict:
+def verify_packed(*, across: bool, end: int | None = END) -> LoopVerdict:
     tokens = torch.randint(1, WORDS, (3, 6, 13), generator=torch.Generator().manual_seed(2))
     tokens[:, :, 5] = END
 
@@ -57,19 +57,19 @@ def judged(*, across: bool, end: int | None = END) -> LoopVerdict:
 
 
 def test_labels_across_documents_are_named() -> None:
-    root_cause = judged(across=True).root_cause
+    root_cause = verify_packed(across=True).root_cause
     assert root_cause is not None
     assert root_cause.factor == "labels across documents"
     assert "6 of 6" not in root_cause.sentence and "6 of 6 tokens 0" in root_cause.tried
 
 
 def test_labels_that_stay_within_their_document_hold() -> None:
-    verdict = judged(across=False)
+    verdict = verify_packed(across=False)
     assert verdict.holds, verdict
     assert "ok   shared code: no label is of another document" in str(verdict)
 
 
-def test_without_the_token_it_is_said_that_this_was_not_tried() -> None:
-    verdict = judged(across=True, end=None)
+def test_without_the_end_token_a_note_says_that_this_was_not_checked() -> None:
+    verdict = verify_packed(across=True, end=None)
     assert verdict.holds, verdict
     assert any("Terms(document_end=...)" in note for note in verdict.notes)

@@ -1,4 +1,4 @@
-"""Samples that are padded to slices of one size: what is added counts for nothing."""
+"""Samples padded to equal slices: padding does not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spec_of(*changes: str, sequence: int = 27) -> Spec:
     return load("cp-zigzag", keys).spec
 
 
-def test_what_is_added_to_a_sample_is_no_target_and_no_sample_is_other_than_without() -> None:
+def test_padding_is_no_target_and_changes_no_sample() -> None:
     spec = spec_of()
     assert (spec.batch.sequence, spec.batch.padding, spec.batch.unpadded_tokens) == (28, 1, 27)
     plain = load("zero2", ["mesh={dp_shard: 1}", "batch={global: 4, micro: 2, sequence: 27}"]).spec
@@ -34,7 +34,7 @@ def test_what_is_added_to_a_sample_is_no_target_and_no_sample_is_other_than_with
         assert (padded.targets[:, 27:] == IGNORED).all()
 
 
-def test_one_device_with_padded_samples_computes_what_it_does_without() -> None:
+def test_one_device_with_padded_samples_computes_the_unpadded_result() -> None:
     bare = load(
         "zero2", ["mesh={dp_shard: 1}", "batch={global: 4, micro: 2, sequence: 27}", *EXACT]
     ).spec
@@ -44,7 +44,7 @@ def test_one_device_with_padded_samples_computes_what_it_does_without() -> None:
         torch.testing.assert_close(gradient, second.sums[name], rtol=1e-9, atol=1e-12)
 
 
-def test_samples_of_a_loop_of_ones_own_are_padded_alike() -> None:
+def test_samples_of_a_users_loop_are_padded() -> None:
     spec = spec_of()
     tokens = torch.arange(4 * 28).reshape(4, 28)
     share = shard_batch(tokens, spec, 0)

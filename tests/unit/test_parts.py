@@ -1,4 +1,4 @@
-"""Parts of models that are not built in, traced by processes that play one rank each."""
+"""Parts of user models, traced by processes that each act as one rank."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_without_a_trace_of_the_parts_peaks_are_left_open():
 
 
 @pytest.mark.nightly
-def test_a_model_that_cannot_be_cut_says_so():
+def test_an_unshardable_model_is_reported():
     spec = spec_of("stubborn")
     with pytest.raises(PtrainError, match=r"model runs, but the sharded model does not(.|\n)*-1"):
         facts_of(spec)
 
 
-def test_a_trace_that_takes_too_long_is_ended_and_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_trace_that_takes_too_long_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch):
     # Where two processes import torch within the seconds of reading, there would be an answer.
     monkeypatch.setattr(tensor_parts, "_READING", 0.01)
     spec = replace(spec_of("pairs", hidden=24), timeout=Timeout(init=0.01))
@@ -78,7 +78,7 @@ def test_a_trace_that_takes_too_long_is_ended_and_says_so(monkeypatch: pytest.Mo
         facts_of(spec)
 
 
-def test_arguments_that_another_process_cannot_be_given_are_refused():
+def test_arguments_that_cannot_be_sent_to_a_process_are_rejected():
     spec = spec_of("pairs", layers=date(2026, 1, 1))
     found = trace_parts(spec, module_facts(pairs(), spec), allow_import=True)
     assert "model.arguments" in found["problem"] and "type date" in found["problem"]
@@ -98,7 +98,7 @@ class Shared:
 
 
 @pytest.mark.parametrize("error", [TypeError("a set"), OSError("none"), BrokenPipeError()])
-def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
+def test_a_failure_of_the_first_rank_stops_the_others(error):
     exchange = Shared()
 
     def trace() -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
     assert _run_on_first_rank(exchange, lambda: told) is told  # type: ignore[arg-type]
 
 
-def test_the_processes_import_only_what_is_allowed():
+def test_the_processes_import_only_allowed_modules():
     spec = spec_of("pairs", layers=1)
     found = trace_parts(spec, module_facts(pairs(layers=1), spec), allow_import=False)
     assert "--allow-import" in found["problem"]
@@ -166,7 +166,7 @@ def over_cp(attention: Any, degree: int) -> dict[str, Any]:
     return trace_parts(spec, built_in_facts(spec), allow_import=False)
 
 
-def test_ranks_that_this_process_plays_leave_nothing_behind(monkeypatch, capsys):
+def test_ranks_traced_in_this_process_leave_no_state(monkeypatch, capsys):
     tensor_parts._request_answers.cache_clear()
     monkeypatch.setattr(tensor_parts, "Popen", None)  # no other process
     gc.freeze()  # as a program does before it forks workers
@@ -197,11 +197,11 @@ def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silen
         ({"ulysses": 3, "ring": 2}, 6, [0, 1, 0, 3, 4, 3]),  # the middle has two stretches
     ],
 )
-def test_ranks_of_cp_that_do_alike_are_traced_once(silent, attention, degree, players):
+def test_identical_ranks_of_cp_are_traced_once(silent, attention, degree, players):
     assert over_cp(attention, degree) == {"timelines": players}
 
 
-def test_a_model_that_does_not_run_on_slices_is_told_of_tokens_not_of_heads(monkeypatch, silent):
+def test_a_model_that_does_not_run_on_slices_gets_a_message_about_tokens(monkeypatch, silent):
     monkeypatch.setattr(silent, "returncode", 1)
     problem = over_cp("zigzag", 2)["problem"]
     assert "mesh.cp: the full model runs, but the sharded model does not" in problem

@@ -1,5 +1,4 @@
-"""What of torch is another thing on fake ranks: each patch is needed, hits what it aims at, and
-leaves torch as it was."""
+"""The patches of torch on fake ranks: each is needed, has its effect, and restores torch."""
 
 import re
 import weakref
@@ -26,7 +25,7 @@ from ptrain.spec.load import load
 from tests.unit.test_simulation import SMALL, small
 
 
-def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def without_patch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     left = tuple(patch for patch in patches.PATCHES if patch.name != name)
     assert len(left) < len(patches.PATCHES)
     monkeypatch.setattr(patches, "PATCHES", left)
@@ -36,9 +35,9 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_without_its_patch_dtensors_results_of_global_shape_are_counted(monkeypatch) -> None:
     """Seen at every call where fake ranks are taken for tracing, and nothing is remembered."""
     spec = small("tp")
-    without(monkeypatch, "tracing")
+    without_patch(monkeypatch, "tracing")
     right = simulate(spec).estimate.peak
-    without(monkeypatch, "shapes of DTensor's results")
+    without_patch(monkeypatch, "shapes of DTensor's results")
     wrong = simulate(spec).estimate.peak
     assert sum(row.device_bytes for row in wrong) > sum(row.device_bytes for row in right)
 
@@ -51,7 +50,7 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
         seen.append(tracing())
         return seen[-1]
 
-    without(monkeypatch, "tracing")
+    without_patch(monkeypatch, "tracing")
     for module in patches.TRACERS:
         monkeypatch.setattr(module, "_are_we_tracing", watching)
     simulate(small("tp"))
@@ -65,7 +64,7 @@ def test_without_its_patch_the_result_of_a_collective_is_there_twice(monkeypatch
     spec = resolve_auto(load("tp", (*SMALL, *both, "batch.global=2")))
     right = in_forward(simulate(spec).estimate)
     assert right == in_forward(derive(spec).exact.of_rank(0))
-    without(monkeypatch, "results of functional collectives")
+    without_patch(monkeypatch, "results of functional collectives")
     assert in_forward(simulate(spec).estimate) > right
 
 
@@ -78,7 +77,7 @@ def in_forward(found: Estimate) -> int:
 def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) -> None:
     spec = small("pp-1f1b", "batch.global=2")
     right = peak(simulate(spec))
-    without(monkeypatch, "copies of fake tensors")
+    without_patch(monkeypatch, "copies of fake tensors")
     assert peak(simulate(spec)) > right
 
 
@@ -87,7 +86,7 @@ def peak(found: SimulatedRank) -> int:
 
 
 @pytest.mark.nightly
-def test_fsdp2_asks_for_two_parts_of_a_parameter_and_no_more(monkeypatch) -> None:
+def test_fsdp2_requests_only_two_parts_of_a_parameter(monkeypatch) -> None:
     asked: list[set[int]] = []
 
     class Counting(Chunks):
@@ -114,7 +113,7 @@ def test_without_its_patch_fsdp2_makes_a_view_for_every_rank(monkeypatch) -> Non
         made.append(number)
         return _chunk_with_empty(tensor, number, dim)
 
-    without(monkeypatch, "chunks of FSDP2")
+    without_patch(monkeypatch, "chunks of FSDP2")
     monkeypatch.setattr(_fsdp_param, "_chunk_with_empty", counting)
     simulate(small("zero3", "mesh.dp_shard=4"))
     assert made and set(made) == {4}
@@ -173,7 +172,7 @@ def test_local_shapes_of_one_rank_are_forgotten_before_the_next(monkeypatch) -> 
     assert sizes[0] < sizes[1], "261 rows of the vocabulary are 131 and 130"
 
 
-def test_torch_is_left_as_it_was_also_by_what_fails() -> None:
+def test_torch_is_restored_after_a_failure() -> None:
     before = [getattr(patch.owner, patch.attribute) for patch in PATCHES]
     with pytest.raises(ZeroDivisionError), patch_torch(small("zero3").model):
         assert _fsdp_param._chunk_with_empty is not _chunk_with_empty
@@ -184,14 +183,14 @@ def test_torch_is_left_as_it_was_also_by_what_fails() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0+cpu", "3.0"])
-def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: str) -> None:
+def test_a_torch_for_which_nothing_is_written_is_rejected(monkeypatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(PtrainError, match=f"torch {re.escape(version)} is installed") as refusal:
         simulate(small("zero3"))
     assert "remedy" in str(refusal.value)
 
 
-def test_without_its_patch_a_fake_module_cannot_be_moved_to_where_it_is(monkeypatch) -> None:
+def test_without_its_patch_a_fake_module_cannot_be_moved_to_its_device(monkeypatch) -> None:
     def moved() -> None:
         with patch_torch(small("ddp").model), fake_tensors():
             layer = torch.nn.Linear(2, 2)
@@ -199,6 +198,6 @@ def test_without_its_patch_a_fake_module_cannot_be_moved_to_where_it_is(monkeypa
             assert layer.to(layer.weight.device) is layer and seen() is layer.weight
 
     moved()
-    without(monkeypatch, "modules that are moved to where they are")
+    without_patch(monkeypatch, "modules that are moved to where they are")
     with pytest.raises(RuntimeError, match="Couldn't swap"):
         moved()

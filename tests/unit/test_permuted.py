@@ -1,4 +1,4 @@
-"""Permuted references: the same terms in another order, and the tolerances from them."""
+"""Permuted references: the same terms in another order, and the tolerances derived from them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def tiny(name: str = "zero3", *overrides: str) -> Spec:
     return load(name, (*TINY, *overrides)).spec
 
 
-def permuted(seed: int = 0) -> PermutedSums:
+def permuted_sums(seed: int = 0) -> PermutedSums:
     return PermutedSums(torch.Generator().manual_seed(seed))
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -68,20 +68,20 @@ SUMS = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_permuted_sum_has_the_same_terms(name):
-    x = drawn(33, 130, dtype=torch.float64)
-    with permuted():
+    x = random_tensor(33, 130, dtype=torch.float64)
+    with permuted_sums():
         found = SUMS[name](x)
     assert torch.allclose(found, SUMS[name](x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_and_another_order_of_them(name):
-    x = drawn(33, 130, dtype=torch.bfloat16)
-    with permuted(0):
+    x = random_tensor(33, 130, dtype=torch.bfloat16)
+    with permuted_sums(0):
         one = SUMS[name](x)
-    with permuted(0):
+    with permuted_sums(0):
         same = SUMS[name](x)
-    with permuted(1):
+    with permuted_sums(1):
         other = SUMS[name](x)
     assert one.dtype == SUMS[name](x).dtype
     assert torch.equal(one, same)
@@ -89,11 +89,13 @@ def test_and_another_order_of_them(name):
 
 
 def test_backward_is_permuted_too():
-    weight = torch.nn.Parameter(drawn(64, 64, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(random_tensor(64, 64, dtype=torch.bfloat16))
     gradients = []
     for seed in (0, 1):
-        with permuted(seed):
-            (drawn(32, 64, dtype=torch.bfloat16).detach() @ weight).square().sum().backward()
+        with permuted_sums(seed):
+            (
+                random_tensor(32, 64, dtype=torch.bfloat16).detach() @ weight
+            ).square().sum().backward()
         gradients.append(weight.grad)
         weight.grad = None
     assert not torch.equal(*gradients)
@@ -136,7 +138,7 @@ def test_the_quantiles_are_students(degrees):
     assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
 
 
-def told(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
+def reference_run(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
     trajectory = Trajectory(
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
@@ -156,7 +158,7 @@ def ran(solo: Trajectory | None) -> ProgramRun:
 
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
-    runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
+    runs = [reference_run((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
     own = derive_own_tolerances(tiny(), runs)
     assert (own.losses, own.explanation) == ((1e-4,) * 3, "")
     exact = derive_fp64_tolerances(runs, ALONE)
@@ -165,9 +167,9 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
     assert (exact.parameters, exact.explanation) == (1e-9, "")
 
 
-def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
+def test_accumulated_rounding_stays_allowed_with_the_step_reported():
     apart = (0.0, 1e-3, 0.0)
-    runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
+    runs = [reference_run((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
     own = derive_own_tolerances(tiny(), runs)
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
@@ -188,7 +190,7 @@ def test_permuted_references_are_run_from_the_start_where_no_fixed_figure_is():
 
 
 def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
-    center = told((4.0, 3.0, 2.0))
+    center = reference_run((4.0, 3.0, 2.0))
     number = 0
 
     def wider() -> RunTolerances:
@@ -208,13 +210,13 @@ def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_to_fail():
-    center = told((4.0,))
+def test_a_failure_of_fixed_tolerances_is_checked_against_references_first():
+    center = reference_run((4.0,))
     grown = replace(fixed_fp32_tolerances(center), losses=(1.0,))
     within = LossCorridor(
         center=(4.0,), allowed=fixed_fp32_tolerances(center), derive_wider=lambda: grown
     )
-    run = ran(told((4.001,)).trajectory)
+    run = ran(reference_run((4.001,)).trajectory)
     fixed = {check.name: check for check in trajectory_checks(center, run, within.allowed, ALONE)}
     assert not fixed["loss of every step"].holds
     judged = within.check_with(lambda allowed: trajectory_checks(center, run, allowed, ALONE))
@@ -223,15 +225,15 @@ def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_t
     assert by_name["loss of every step"].tolerance == 1.0
 
 
-def test_in_16_bits_references_alone_say_what_is_allowed():
+def test_in_16_bits_only_references_determine_the_tolerance():
     spec = tiny("zero3", "precision.layout=zero16")
-    runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
+    runs = [reference_run((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
     found = derive_own_tolerances(spec, runs)
     assert 1e-2 < found.losses[0] < 1e-1
 
 
 def test_a_reference_that_is_no_number_allows_nothing():
-    runs = [told((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
+    runs = [reference_run((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
     found = derive_own_tolerances(tiny("zero3", "precision.layout=bf16"), runs)
     assert found.losses[0] < 1e-4
     assert not any(allowed >= 1e-9 for allowed in found.losses[1:])
@@ -253,7 +255,7 @@ def test_which_layouts_need_many_references():
 # -- references that several specs share
 
 
-def test_a_references_key_is_what_it_depends_on_and_the_mesh_is_not():
+def test_a_references_key_has_its_dependencies_without_the_mesh():
     key = ReferenceRequest(spec=tiny("zero3"), steps=3).key
     assert (
         key
@@ -286,7 +288,7 @@ def test_a_reference_is_the_same_for_all_specs_of_a_job():
         assert torch.equal(parameter, other.parameters[name])
 
 
-def test_ranks_share_references_by_what_these_take() -> None:
+def test_ranks_share_references_by_their_durations() -> None:
     planned = plan_references(tiny("ddp"), 3)
     asks = (planned.exact, *planned.own)  # one in fp64; one and three permuted ones in fp32
     owners = _assign_owners(list({ask.key: ask for ask in asks}.values()), 2)

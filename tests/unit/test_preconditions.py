@@ -1,4 +1,4 @@
-"""The same run twice: what is the same, and what is not."""
+"""Two identical runs: equal values, and differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = (
 )  # fmt: skip
 
 
-def checked(*changes: Callable[[Program], None]) -> Check:
+def check_programs(*changes: Callable[[Program], None]) -> Check:
     """Return the check of as many programs as there are changes of them."""
     left = iter(changes)
 
@@ -39,7 +39,7 @@ def checked(*changes: Callable[[Program], None]) -> Check:
     return check
 
 
-def lost(program: Program) -> None:
+def lose_loss(program: Program) -> None:
     """From the second step on the loss is no number."""
     run, steps = program.forward_backward, count()
 
@@ -54,7 +54,7 @@ def left_alone(program: Program) -> None:
     """Do nothing."""
 
 
-def moved(program: Program) -> None:
+def change_moment(program: Program) -> None:
     """Change a moment by less than a loss of these steps shows."""
     step = program.step
 
@@ -67,15 +67,15 @@ def moved(program: Program) -> None:
 
 
 def test_a_loss_that_is_no_number_twice_is_the_same_twice() -> None:
-    assert checked(lost, lost).holds
-    its = checked(left_alone, lost)
+    assert check_programs(lose_loss, lose_loss).holds
+    its = check_programs(left_alone, lose_loss)
     assert (its.holds, its.predicted, its.measured) == (False, 3, 1)
     assert its.why.startswith("step 1: loss has other bits on rank 0: something is not a function")
 
 
 def test_a_moment_with_another_bit_is_not_the_same_twice() -> None:
-    assert checked(left_alone, left_alone).holds
-    its = checked(left_alone, moved)
+    assert check_programs(left_alone, left_alone).holds
+    its = check_programs(left_alone, change_moment)
     assert not its.holds
     assert "exp_avg has other bits on rank 0" in its.why
 

@@ -1,4 +1,4 @@
-"""What a training says before its first step."""
+"""The messages of a training before its first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptrain.train.options import parse_options
 from ptrain.train.session import _announce
 
 
-def test_a_warning_of_the_prediction_stands_below_the_preflight(caplog):
+def test_a_warning_of_the_prediction_follows_the_preflight(caplog):
     for per_node, warned in ((1, 1), (16, 0)):
         spec = load("tp", [f"cluster.devices_per_node={per_node}"]).spec
         world = SimpleNamespace(device=torch.device("cpu"))
@@ -32,7 +32,7 @@ def test_a_warning_of_the_prediction_stands_below_the_preflight(caplog):
         assert sum("warning: tp spans 2 nodes" in line for line in lines[2:]) == warned
 
 
-def test_a_rank_that_a_launcher_started_refuses_what_is_no_checkpoint_before_it_builds_a_model(
+def test_a_launched_rank_rejects_an_invalid_checkpoint_before_building_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*_: Any, **__: Any) -> None:

@@ -98,7 +98,7 @@ def shape_of(preset: str) -> ModelShape:
     return model
 
 
-def counted(kind: str, **config: Any) -> int:
+def count_parameters(kind: str, **config: Any) -> int:
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         model = model_class(model_class.config_class(**config))
@@ -115,18 +115,18 @@ def counted(kind: str, **config: Any) -> int:
 def test_a_preset_has_as_many_parameters_as_the_class_of_transformers(preset):
     if preset in GPT2:
         layers, hidden, heads = GPT2[preset]
-        expected = counted(
+        expected = count_parameters(
             "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=heads, n_positions=SEQUENCE
         )
     else:
         name, sizes, more = CONFIGS[preset]
         config = {THEIRS[key]: size for key, size in zip(ORDER, sizes, strict=True)}
-        expected = counted(f"{name}ForCausalLM", **config, **more)
+        expected = count_parameters(f"{name}ForCausalLM", **config, **more)
     assert facts(shape_of(preset), SEQUENCE).numel == expected
 
 
-def test_deepseek_v3_has_as_many_parameters_as_its_class_whose_config_is_its_own():
-    """Without the module that predicts further tokens, which transformers leaves out too."""
+def test_deepseek_v3_has_the_parameters_of_its_class_with_a_custom_config():
+    """Without the multi-token prediction module, which transformers omits too."""
     with torch.device("meta"):
         theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
     expected = sum(parameter.numel() for parameter in theirs.parameters())
@@ -136,7 +136,7 @@ def test_deepseek_v3_has_as_many_parameters_as_its_class_whose_config_is_its_own
     assert len(biases) == 58 and sum(biases) == 58 * 256 * 4
 
 
-def test_its_shape_without_latent_features_has_all_else_of_it():
+def test_its_shape_without_latent_attention_has_the_other_parameters():
     whole, shape = (
         facts(shape_of(name), SEQUENCE) for name in ("deepseek-v3", "deepseek-v3-shape")
     )

@@ -1,5 +1,5 @@
-"""Folders of published models: what is read computes what transformers' class does, and what is
-exported is what was read."""
+"""Folders of published models: the loaded model computes the result of the transformers class, and
+the exported files equal the loaded ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
-from tests.published_folders import CASES, saved, tensors
+from tests.published_folders import CASES, save_folder, tensors
 
 transformers = pytest.importorskip("transformers")
 SEQUENCE = 16
@@ -66,7 +66,7 @@ def run_of_spec(spec: Spec, run: Path) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     spec = spec_of(folder)
     module = build_model(spec.model, sequence=SEQUENCE)
     initialize(module, seed=0)
@@ -84,7 +84,7 @@ def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_padding_of_the_vocabulary_is_neither_read_nor_exported(case: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     spec = spec_of(folder, beside=", vocab_multiple: 64")
     module = build_model(spec.model, sequence=SEQUENCE)
     initialize(module, seed=0)
@@ -101,7 +101,7 @@ def test_padding_of_the_vocabulary_is_neither_read_nor_exported(case: str, tmp_p
 
 
 def test_files_of_an_index_are_read_and_written(tmp_path: Path, monkeypatch: Any) -> None:
-    folder = saved("qwen3_moe", tmp_path / "in", max_shard_size="40KB")
+    folder = save_folder("qwen3_moe", tmp_path / "in", max_shard_size="40KB")
     assert len([*folder.glob("*.safetensors")]) > 2
     monkeypatch.setattr("ptrain.convert.export.FILE_BYTES", 30_000)
     export_checkpoint(run_of(folder, tmp_path / "run"), tmp_path / "out")
@@ -115,7 +115,7 @@ def test_files_of_an_index_are_read_and_written(tmp_path: Path, monkeypatch: Any
 def test_bare_names_and_sixteen_bits_are_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    folder = saved("gpt2", tmp_path / "in")
+    folder = save_folder("gpt2", tmp_path / "in")
     bare = {name.removeprefix("transformer."): x for name, x in tensors(folder).items()}
     halves = {name: tensor.bfloat16() for name, tensor in bare.items()}
     mask = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": halves["wte.weight"] + 0}
@@ -126,8 +126,8 @@ def test_bare_names_and_sixteen_bits_are_read(tmp_path: Path) -> None:
     assert torch.equal(embedding, halves["wte.weight"].float())
 
 
-def test_a_run_is_exported_in_its_own_dtype_with_the_tokenizer_it_came_with(tmp_path: Path) -> None:
-    folder = saved("llama", tmp_path / "in")
+def test_a_run_is_exported_in_its_dtype_with_its_tokenizer(tmp_path: Path) -> None:
+    folder = save_folder("llama", tmp_path / "in")
     (folder / "tokenizer.json").write_text("{}")
     run = run_of(folder, tmp_path / "run", "precision.layout=bf16", "model.dropout=0.1")
     exported = export_checkpoint(run, tmp_path / "out", step=1)
@@ -137,8 +137,8 @@ def test_a_run_is_exported_in_its_own_dtype_with_the_tokenizer_it_came_with(tmp_
     assert config["dtype"] == "bfloat16" and config["max_position_embeddings"] == 2048
 
 
-def test_what_has_never_been_pretrained_is_exported_too(tmp_path: Path) -> None:
-    spec = spec_of(saved("llama", tmp_path / "in"))
+def test_a_model_trained_from_scratch_is_exported(tmp_path: Path) -> None:
+    spec = spec_of(save_folder("llama", tmp_path / "in"))
     run = run_of(tmp_path / "in", tmp_path / "run", "model.pretrained=null", *SHAPE)
     assert export_checkpoint(run, tmp_path / "out").architecture == "LlamaForCausalLM"
     module = build_model(load(str(run / "spec.resolved.yaml")).spec.model, sequence=SEQUENCE)
@@ -150,10 +150,10 @@ def test_what_has_never_been_pretrained_is_exported_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("model.rope_base=500.0",), ("model.rope_scaling=linear", "model.rope_factor=4")]
 )
-def test_what_is_written_beside_a_folder_is_exported_in_place_of_what_it_says(
+def test_keys_written_with_a_folder_override_its_config_in_the_export(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *words)
+    run = run_of(save_folder("llama", tmp_path / "in"), tmp_path / "run", *words)
     export_checkpoint(run, tmp_path / "out")
     module = build_model(spec_of(tmp_path / "in", *words).model, sequence=SEQUENCE)
     initialize(module, seed=0)
@@ -161,8 +161,8 @@ def test_what_is_written_beside_a_folder_is_exported_in_place_of_what_it_says(
         torch.testing.assert_close(module(tokens()), logits(tmp_path / "out"), rtol=1e-5, atol=1e-5)
 
 
-def test_a_field_that_a_file_leaves_out_is_what_its_class_has(tmp_path: Path) -> None:
-    folder = saved("mixtral", tmp_path / "in")
+def test_a_field_missing_in_a_file_has_the_default_of_its_class(tmp_path: Path) -> None:
+    folder = save_folder("mixtral", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
     for name in ("num_experts_per_tok", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"):
         del config[name]
@@ -185,7 +185,7 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_layers_by_turns_are_read_of_older_files_too(tmp_path: Path) -> None:
-    folder = saved("gemma3, scaled", tmp_path / "in")
+    folder = save_folder("gemma3, scaled", tmp_path / "in")
     expected, path = spec_of(folder).model, folder / "config.json"
     config = json.loads(path.read_text())
     assert expected == replace(expected, window_rope_base=90.0, rope_factor=4.0, global_every=6)
@@ -198,7 +198,7 @@ def test_layers_by_turns_are_read_of_older_files_too(tmp_path: Path) -> None:
 
 
 def test_a_single_expert_is_read_and_exported(tmp_path: Path) -> None:
-    folder = saved("mixtral", tmp_path / "in", num_local_experts=1, num_experts_per_tok=1)
+    folder = save_folder("mixtral", tmp_path / "in", num_local_experts=1, num_experts_per_tok=1)
     export_checkpoint(run_of(folder, tmp_path / "run"), tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -221,12 +221,12 @@ SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=48", "
     ],
     ids=str,
 )
-def test_an_export_that_cannot_be_leaves_nothing(
+def test_an_impossible_export_leaves_no_files(
     words: tuple[str, ...], finding: str, tmp_path: Path
 ) -> None:
     (word,) = words
     more = (word, *(["model.rope_factor=4"] if "yarn" in word else [])) if "=" in word else ()
-    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *more)
+    run = run_of(save_folder("llama", tmp_path / "in"), tmp_path / "run", *more)
     to = tmp_path / {"--to there already": "run", "--to too long": "x" * 300}.get(word, "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(PtrainError, match=finding):
@@ -235,10 +235,10 @@ def test_an_export_that_cannot_be_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_checkpoint_that_is_not_whole_is_refused_with_the_remedy(
+def test_a_checkpoint_that_is_not_whole_is_rejected_with_the_fix(
     tmp_path: Path, capsys: Any
 ) -> None:
-    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    run = run_of(save_folder("llama", tmp_path / "in"), tmp_path / "run")
     (part,) = run.glob("checkpoints/*/*.distcp")
     part.write_bytes(part.read_bytes()[:1000])
     assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_with_the_remedy(
 
 
 def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
-    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    run = run_of(save_folder("llama", tmp_path / "in"), tmp_path / "run")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
@@ -259,15 +259,15 @@ def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"in", "run"}
 
 
-def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
-    folder = saved("gpt2", tmp_path / "in")
+def test_more_tokens_than_learned_positions_are_rejected(tmp_path: Path) -> None:
+    folder = save_folder("gpt2", tmp_path / "in")
     spec = spec_of(folder, "batch.sequence=65")
     with pytest.raises(SpecError, match="it has 64 positions, but a sample has 65 tokens"):
         build_model(spec.model, sequence=65)
 
 
-def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path, capsys: Any) -> None:
-    folder = saved("llama", tmp_path / "in")
+def test_a_run_whose_folder_is_gone_is_exported(tmp_path: Path, capsys: Any) -> None:
+    folder = save_folder("llama", tmp_path / "in")
     run = run_of(folder, tmp_path / "run")
     before = tensors(folder)
     shutil.rmtree(folder)
@@ -281,8 +281,8 @@ def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path, cap
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_what_a_config_cannot_say_of_a_training_is_said(tmp_path: Path) -> None:
-    folder = saved("mixtral", tmp_path / "in")
+def test_training_settings_that_a_config_cannot_express_are_reported(tmp_path: Path) -> None:
+    folder = save_folder("mixtral", tmp_path / "in")
     words = ("model.capacity_factor=1.5", "model.document_start=256")
     run = run_of(folder, tmp_path / "run", *words)
     assert export_checkpoint(run, tmp_path / "out").unsaid == ("capacity_factor", "document_start")

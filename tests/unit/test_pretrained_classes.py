@@ -1,5 +1,5 @@
-"""Folders of models that are not built in: a class of transformers, or a function of the user's,
-begins with what the files have, and is exported as it was."""
+"""Folders of user models: a transformers class or a user's function starts from the files and
+exports them unchanged."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from ptrain.models.initialize import stored_rows
 from ptrain.models.window import full_window, narrow_to_window
 from ptrain.runtime.world import World
 from ptrain.verification.reference import ReferenceTraining
-from tests.published_folders import CLASSES, saved, tensors
+from tests.published_folders import CLASSES, save_folder, tensors
 from tests.unit.test_pretrained import logits, run_of, spec_of, tokens
-from tests.unit.test_windows_of_weights import drawn
+from tests.unit.test_windows_of_weights import random_window
 
 transformers = pytest.importorskip("transformers")
 _AT_NIGHT = ("phi", "olmo2", "granite", "mixtral", "gpt_oss", "granitemoe", "qwen2_moe")
 BY_NIGHT = [
     pytest.param(case, marks=pytest.mark.nightly) if case in _AT_NIGHT else case for case in CLASSES
 ]
-OWN = ", target: tests.models_begun:build, arguments: {width: 8}"
+OWN = ", target: tests.models_with_odd_state:build, arguments: {width: 8}"
 
 
-def begun(case: str, folder: Path, *more: str) -> nn.Module:
+def load_model(case: str, folder: Path, *more: str) -> nn.Module:
     spec = spec_of(folder, "attention=eager", *more, beside=f", hf: {case}")
     return interpret(spec, world=World()).model.eval()
 
 
-def of(text: str) -> torch.Tensor:
+def tokens_of_text(text: str) -> torch.Tensor:
     return torch.tensor([ByteVocabulary().tokens(text)])
 
 
-def given(module: nn.Module) -> torch.Tensor:
+def output_of(module: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = module(tokens())
     return result
@@ -54,9 +54,9 @@ def given(module: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", BY_NIGHT)
 def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path / "in")
+    folder = save_folder(case, tmp_path / "in")
     expected = logits(folder)
-    assert torch.equal(given(begun(case, folder)), expected)
+    assert torch.equal(output_of(load_model(case, folder)), expected)
     run = run_of(folder, tmp_path / "run", beside=f", hf: {case}")
     exported = export_checkpoint(run, tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -68,22 +68,22 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
     assert config["architectures"] == [exported.architecture] and config["use_cache"]
 
 
-def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) -> None:
-    folder = saved("phimoe", tmp_path / "in")
+def test_only_the_needed_windows_of_stacked_experts_are_read(tmp_path: Path) -> None:
+    folder = save_folder("phimoe", tmp_path / "in")
     module, weights = build_module_on_meta(spec_of(folder, beside=", hf: phimoe"))
     assert all(parameter.is_meta for parameter in module.parameters())
     random = Random(0)
-    for name, tensor in begun("phimoe", folder).named_parameters():
+    for name, tensor in load_model("phimoe", folder).named_parameters():
         sizes = tuple(tensor.shape)
-        for window in (full_window(sizes), *(drawn(random, sizes) for _ in range(6))):
+        for window in (full_window(sizes), *(random_window(random, sizes) for _ in range(6))):
             part, before = torch.empty([size for _, size in window]), weights.bytes_read
             weights.read_window(name, sizes, window, part, part.dtype)
             assert torch.equal(part, narrow_to_window(tensor, window)), (name, window)
             assert weights.bytes_read - before == part.nbytes
 
 
-def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
-    folder = saved("phimoe", tmp_path / "in")
+def test_randomly_initialized_parameters_are_exported(tmp_path: Path) -> None:
+    folder = save_folder("phimoe", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
     fields = {name: config[name] for name in CLASSES["phimoe"][1]}
     words = ("model.pretrained=null", f"model.config={json.dumps(fields)}", "attention=eager")
@@ -91,36 +91,36 @@ def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "out")
     assert tensors(folder).keys() == tensors(tmp_path / "out").keys()
     drawn = build_module(spec_of(folder, *words, beside=", hf: phimoe"))
-    assert torch.equal(given(drawn.eval()), logits(tmp_path / "out"))
+    assert torch.equal(output_of(drawn.eval()), logits(tmp_path / "out"))
 
 
-def test_fields_beside_a_folder_stand_for_its_own(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+def test_keys_written_with_a_folder_override_its_config(tmp_path: Path) -> None:
+    folder = save_folder("starcoder2", tmp_path / "in")
     words = ("model.config={rope_parameters: {rope_type: default, rope_theta: 500.0}}",)
-    plain, turned = begun("starcoder2", folder), begun("starcoder2", folder, *words)
-    assert not torch.equal(given(plain), given(turned))
+    plain, turned = load_model("starcoder2", folder), load_model("starcoder2", folder, *words)
+    assert not torch.equal(output_of(plain), output_of(turned))
     run = run_of(folder, tmp_path / "run", "attention=eager", *words, beside=", hf: starcoder2")
     export_checkpoint(run, tmp_path / "out")
-    assert torch.equal(given(turned), logits(tmp_path / "out"))
+    assert torch.equal(output_of(turned), logits(tmp_path / "out"))
     with pytest.raises(SpecError, match="the config of the folder sets this in rope_parameters"):
-        begun("starcoder2", folder, "model.config={rope_theta: 500.0}")
+        load_model("starcoder2", folder, "model.config={rope_theta: 500.0}")
 
 
-def test_bare_names_sixteen_bits_and_a_head_beside_its_twin_are_read(tmp_path: Path) -> None:
-    folder = saved("gemma3_text", tmp_path / "in")
+def test_bare_names_16_bit_weights_and_a_stored_tied_head_are_read(tmp_path: Path) -> None:
+    folder = save_folder("gemma3_text", tmp_path / "in")
     halves = {
         name.removeprefix("model."): tensor.bfloat16() for name, tensor in tensors(folder).items()
     }
     halves["lm_head.weight"] = halves["embed_tokens.weight"] + 0
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
-    module = begun("gemma3_text", folder, "precision.layout=bf16")
+    module = load_model("gemma3_text", folder, "precision.layout=bf16")
     state = module.state_dict()
     assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
     assert torch.equal(state["model.embed_tokens.weight"], halves["embed_tokens.weight"])
 
 
 def test_the_reference_begins_as_ranks_do(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+    folder = save_folder("starcoder2", tmp_path / "in")
     spec = spec_of(folder, beside=", hf: starcoder2")
     reference = ReferenceTraining(spec).module
     for name, tensor in interpret(spec, world=World()).model.named_parameters():
@@ -128,7 +128,7 @@ def test_the_reference_begins_as_ranks_do(tmp_path: Path) -> None:
 
 
 def test_a_trained_class_writes_as_transformers_does(tmp_path: Path) -> None:
-    folder = saved("deepseek_v3", tmp_path / "in")
+    folder = save_folder("deepseek_v3", tmp_path / "in")
     run = run_of(folder, tmp_path / "run", "attention=eager", beside=", hf: deepseek_v3")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     begun_with = ByteVocabulary().tokens("Once")
@@ -144,8 +144,8 @@ def test_a_trained_class_writes_as_transformers_does(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+def test_a_run_whose_folder_is_gone_is_exported(tmp_path: Path) -> None:
+    folder = save_folder("starcoder2", tmp_path / "in")
     run = run_of(folder, tmp_path / "run", beside=", hf: starcoder2")
     before, expected = tensors(folder), logits(folder)
     shutil.rmtree(folder)
@@ -154,7 +154,7 @@ def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> 
     assert torch.equal(logits(tmp_path / "out"), expected)
 
 
-def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> None:
+def test_a_user_model_is_exported_and_starts_from_the_export(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     weights = {"embed.weight": torch.randn(259, 8)}
@@ -166,7 +166,7 @@ def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> N
     save_file(weights, folder / "model.safetensors")
     run = run_of(folder, tmp_path / "run", beside=OWN)
     exported = export_checkpoint(run, tmp_path / "out")
-    assert exported.architecture == "tests.models_begun:build"
+    assert exported.architecture == "tests.models_with_odd_state:build"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors"}
     after = tensors(tmp_path / "out")
     assert after.keys() == weights.keys()
@@ -175,7 +175,7 @@ def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> N
     assert torch.equal(again.get_parameter("layers.1.bias"), weights["layers.1.bias"])
     written = TextGenerator(run, allow_import=True).score("one and one")
     expected = nn.functional.cross_entropy(
-        again(of("one and one"))[0, :-1], of("one and one")[0, 1:]
+        again(tokens_of_text("one and one"))[0, :-1], tokens_of_text("one and one")[0, 1:]
     )
     assert written.loss == pytest.approx(expected.item(), rel=1e-5)
     save_file(weights | {"scale": torch.full((8,), 0.25)}, folder / "model.safetensors")
@@ -218,17 +218,17 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("starcoder2", tmp_path_factory.mktemp("published") / "in")
+    return save_folder("starcoder2", tmp_path_factory.mktemp("published") / "in")
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_or_hostile_folder_is_refused(case: str, sound: Path, tmp_path: Path) -> None:
+def test_a_broken_or_hostile_folder_is_rejected(case: str, sound: Path, tmp_path: Path) -> None:
     damage, finding = BROKEN[case]
     for file in sound.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     damage(tmp_path)
     with pytest.raises(SpecError, match=finding) as raised:
-        begun("starcoder2", tmp_path)
+        load_model("starcoder2", tmp_path)
     (fault,) = raised.value.faults
     assert fault.place.startswith("model.") and fault.remedy
 
@@ -241,10 +241,10 @@ def test_a_broken_or_hostile_folder_is_refused(case: str, sound: Path, tmp_path:
     ],
     ids=["turned", "lacking"],
 )
-def test_tensors_that_files_have_in_no_known_form_are_refused(
+def test_tensors_that_files_have_in_no_known_form_are_rejected(
     other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.models_begun import build
+    from tests.models_with_odd_state import build
 
     monkeypatch.setattr(initialize, "is_of_transformers", lambda module: True)
     monkeypatch.setattr(initialize, "as_saved", lambda module, state: other(state))

@@ -1,5 +1,5 @@
-"""All that the state of a model has is read of a folder and exported: tensors without dimensions,
-buffers, and what holds no reals; and a folder is judged alike wherever the model is to run."""
+"""The full state of a model is read from a folder and exported: scalars, buffers, and non-real
+tensors; the checks of a folder do not depend on the placement."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ptrain.errors import SpecError
 from ptrain.interpreter.look import ModuleFiller, build_module
 from ptrain.models.initialize import InitialValues, ModuleWeights, build_model
 from ptrain.models.meta import without_values
-from tests.models_begun import build_marked
-from tests.published_folders import saved, tensors
+from tests.models_with_odd_state import build_marked
+from tests.published_folders import save_folder, tensors
 from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of
 
 transformers = pytest.importorskip("transformers")
-MARKED = ", target: tests.models_begun:build_marked, arguments: {width: 8}"
+MARKED = ", target: tests.models_with_odd_state:build_marked, arguments: {width: 8}"
 CPU = torch.device("cpu")
 PLAIN = FusedOrder()
 TIED = {"head.weight", "layers.1.scale"}  # second names
@@ -55,7 +55,7 @@ def require_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     assert there["head.weight"] is there["embed.weight"]
 
 
-def test_all_state_of_ones_own_is_read_and_exported(
+def test_the_full_state_of_a_user_model_is_read_and_exported(
     state: dict[str, Tensor], tmp_path: Path, capsys: Any
 ) -> None:
     run = run_of(tmp_path / "in", tmp_path / "run", beside=MARKED)
@@ -74,7 +74,7 @@ def test_all_state_of_ones_own_is_read_and_exported(
     require_state(again, state)
 
 
-def test_other_state_in_another_dtype_is_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
+def test_other_state_in_another_dtype_is_rejected(state: dict[str, Tensor], tmp_path: Path) -> None:
     save_file(state | {"mask": state["mask"].long()}, tmp_path / "in" / "model.safetensors")
     with pytest.raises(SpecError, match="mask is I64, but the model has bool"):
         build_module(spec_of(tmp_path / "in", beside=MARKED), allow_import=True)
@@ -132,10 +132,10 @@ def lacking(folder: Path, word: str) -> None:
     save_file(there, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_folder_that_lacks_a_parameter_is_refused_wherever_the_model_is_to_run(
+def test_a_folder_that_lacks_a_parameter_is_rejected_wherever_the_model_is_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved("starcoder2", tmp_path / "in")
+    folder = save_folder("starcoder2", tmp_path / "in")
     kind = transformers.Starcoder2ForCausalLM
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_missing", [NORM], raising=False)
     lacking(folder, NORM)
@@ -145,10 +145,10 @@ def test_a_folder_that_lacks_a_parameter_is_refused_wherever_the_model_is_to_run
             begin(spec)
 
 
-def test_a_buffer_that_a_class_says_files_may_lack_is_not_exported(
+def test_an_optional_buffer_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved("deepseek_v3", tmp_path / "in")
+    folder = save_folder("deepseek_v3", tmp_path / "in")
     kind = transformers.DeepseekV3ForCausalLM
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_missing", [BIAS], raising=False)
     lacking(folder, BIAS)

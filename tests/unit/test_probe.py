@@ -1,4 +1,4 @@
-"""Which step of a run is the steady one that is measured, and what is said of the one before."""
+"""The choice of the steady step to measure, and the messages about the step before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_steady_step_begins_where_the_update_before_it_ended(overrides, stea
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_state_that_is_declared_as_what_it_is_not_is_said(
+def test_a_wrongly_declared_state_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_wrong: bool
 ):
     model = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 259}

@@ -1,4 +1,4 @@
-"""What the host asks of a device's queue, without a device: torch's events are played."""
+"""The host's queries of a device queue with simulated torch events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_processor_is_done_when_the_call_returns() -> None:
     assert 0 <= ended.seconds_since(began) < 1
 
 
-def test_values_reach_the_host_in_memory_that_a_device_writes_by_itself(
+def test_values_reach_the_host_in_memory_that_the_device_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def test_values_reach_the_host_in_memory_that_a_device_writes_by_itself(
     ]
 
 
-def test_samples_travel_to_a_gpu_from_pinned_memory_and_the_host_goes_on(
+def test_samples_are_copied_to_a_gpu_from_pinned_memory_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Pinned:

@@ -1,4 +1,4 @@
-"""Where recomputation raises a peak, the program does so too."""
+"""If recomputation raises a predicted peak, it raises the program's peak too."""
 
 from __future__ import annotations
 

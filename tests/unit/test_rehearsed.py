@@ -1,4 +1,4 @@
-"""Of a rank that was rehearsed with real tensors nothing stays in the process."""
+"""A rehearsed rank with real tensors leaves no state in the process."""
 
 import gc
 
@@ -18,7 +18,7 @@ def num_parameters() -> int:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "ep"])
-def test_no_parameter_of_a_flat_unit_is_kept_by_its_own_hook(strategy: str) -> None:
+def test_no_parameter_of_a_flat_unit_is_kept_alive_by_its_hook(strategy: str) -> None:
     before = num_parameters()
     simulate(resolve_auto(load(strategy, BRIEF)), rehearse=True)
     assert num_parameters() == before

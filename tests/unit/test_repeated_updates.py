@@ -1,5 +1,5 @@
-"""An optimizer's step is repeated from what was recorded of it, to the bit, and names what is not
-one device's only where the trial confirms it."""
+"""An optimizer step is repeated bitwise from its record; a difference from one device is named only
+if a replay confirms it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def rows(count: int = 6) -> list[Tensor]:
     return list(torch.randn(count, 4, 6, generator=generator, dtype=torch.float64))
 
 
-def trained(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+def train_steps(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     net.zero_grad()
     net(batch).square().mean().backward()
     optimizer.step()
@@ -88,7 +88,7 @@ def test_a_recorded_step_repeats_to_the_bit_and_leaves_the_optimizer_alone(kind:
     holds = {name: ParameterShard(name, p, p.shape) for name, p in net.named_parameters()}
     for batch in rows(2):
         with StepRecorder(net, holds) as seen:
-            trained(net, optimizer, batch)
+            train_steps(net, optimizer, batch)
     assert seen.max_updates == 1
     after = {name: p.detach().clone() for name, p in net.named_parameters()}
     state = copy.deepcopy(optimizer.state_dict())
@@ -107,7 +107,7 @@ def test_a_recorded_step_repeats_to_the_bit_and_leaves_the_optimizer_alone(kind:
     assert str(optimizer.state_dict()) == str(state)
 
 
-def test_a_step_that_needs_a_closure_cannot_be_repeated() -> None:
+def test_a_step_that_needs_a_closure_is_not_repeated() -> None:
     net = model()
     optimizer = torch.optim.LBFGS(net.parameters())
     holds = {name: ParameterShard(name, p, p.shape) for name, p in net.named_parameters()}
@@ -127,11 +127,11 @@ def test_a_step_that_needs_a_closure_cannot_be_repeated() -> None:
 Act = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def nothing(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The loop is sound."""
+def no_fault(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leave the loop unchanged."""
 
 
-def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> RootCause | None:
+def verify_update(own: Optimizers, other: Optimizers, late: Act = no_fault) -> RootCause | None:
     """`late` is done once, before the update of the step 3."""
     net = model()
 
@@ -149,7 +149,7 @@ def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> RootCause
 
         return ptrain.Job(model=net, step=step)
 
-    jobs = job(copy.deepcopy(net), other, nothing), job(net, own, late)
+    jobs = job(copy.deepcopy(net), other, no_fault), job(net, own, late)
     return ptrain.verify(*jobs, rows(), terms=ptrain.Terms(examined=6)).root_cause
 
 
@@ -173,7 +173,7 @@ SETTINGS = [
 def test_a_setting_is_named_after_the_update_was_repeated_with_one_devices(
     own: Optimizers, other: Optimizers, factor: str, step: int
 ) -> None:
-    root_cause = judged(own, other)
+    root_cause = verify_update(own, other)
     assert root_cause is not None
     assert (root_cause.factor, root_cause.step, root_cause.certainty) == (
         factor,
@@ -188,7 +188,7 @@ def test_moments_and_momentum_that_are_lost_are_named() -> None:
         optimizer.state.clear()
 
     for kind in (adamw(), sgd):
-        root_cause = judged(kind, kind, forget)
+        root_cause = verify_update(kind, kind, forget)
         assert root_cause is not None
         assert (root_cause.factor, root_cause.certainty) == ("moments lost", Certainty.PROVEN)
 
@@ -198,7 +198,7 @@ def test_moments_of_other_values_are_not_called_lost() -> None:
         for state in optimizer.state.values():
             state["exp_avg"].mul_(2)
 
-    root_cause = judged(adamw(), adamw(), double)
+    root_cause = verify_update(adamw(), adamw(), double)
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == ("exp_avg 1 off", Certainty.PROVEN)
 
@@ -212,14 +212,14 @@ def test_a_buffer_that_no_trial_exchanges_is_not_explained() -> None:
     def kind(parameters: Any) -> torch.optim.Optimizer:
         return Heavy(parameters, 1e-2)
 
-    root_cause = judged(kind, kind, forget)
+    root_cause = verify_update(kind, kind, forget)
     assert root_cause is not None
     assert root_cause.certainty is Certainty.UNEXPLAINED
     assert "to the bit" in root_cause.tried
     assert "Not explained".lower() in str(root_cause)
 
 
-def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
+def test_writes_of_hooks_within_a_step_are_distinguished_from_settings() -> None:
     def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = adamw()(parameters)
 
@@ -230,7 +230,7 @@ def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
         optimizer.register_step_post_hook(halve)
         return optimizer
 
-    root_cause = judged(hooked, adamw())
+    root_cause = verify_update(hooked, adamw())
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == (
         "written within the step",
@@ -238,21 +238,21 @@ def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
     )
 
 
-def test_another_class_is_told_and_a_class_that_adds_to_its_base_counts_one_update() -> None:
-    root_cause = judged(lambda p: Decaying(p, lr=1e-2), adamw())
+def test_another_class_is_named_and_a_derived_step_counts_one_update() -> None:
+    root_cause = verify_update(lambda p: Decaying(p, lr=1e-2), adamw())
     assert root_cause is not None
     assert root_cause.certainty is Certainty.UNEXPLAINED
     assert "the loop steps by Decaying, the reference by AdamW" in root_cause.tried
 
 
-def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> None:
+def test_state_written_after_the_step_is_distinguished_from_state_before() -> None:
     net = model()
 
     def job(net: nn.Module, is_faulty: bool) -> ptrain.Job:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 
         def step(batch: Tensor) -> Tensor:
-            trained(net, optimizer, batch)
+            train_steps(net, optimizer, batch)
             if is_faulty:
                 for state in optimizer.state.values():
                     state["exp_avg"].mul_(2)
@@ -266,14 +266,14 @@ def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> 
     assert verdict.root_cause.certainty is Certainty.PROVEN
 
 
-def test_a_parameter_that_one_side_does_not_train_is_told() -> None:
+def test_a_parameter_frozen_on_one_side_is_named() -> None:
     def first_alone(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return adamw()(parameters[:2])
 
-    root_cause = judged(adamw(), first_alone)
+    root_cause = verify_update(adamw(), first_alone)
     assert root_cause is not None
     assert root_cause.certainty is Certainty.UNEXPLAINED
     assert "no torch.optim.Optimizer of the reference has" in root_cause.tried
-    root_cause = judged(first_alone, adamw())
+    root_cause = verify_update(first_alone, adamw())
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == ("not updated", Certainty.PROVEN)

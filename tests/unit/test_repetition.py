@@ -1,4 +1,5 @@
-"""What a few blocks do stands for many where it repeats, and where it does not nothing is said."""
+"""The figures of a few blocks are extrapolated to many if they are periodic, and are unknown
+otherwise."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class Toy:
                     new = [Change(kind, size, next(keys)) for size in self.gradients]
                     gradients += new
                     yield from new
-                yield from map(gone, block)
+                yield from map(inverse_change, block)
         if self.cap:
             gradients = [
                 Change(StorageKind("bucket", State.GRADIENTS), size, next(keys))
@@ -74,8 +75,8 @@ class Toy:
         yield Begin(Phase.UPDATE, 0)
         if self.norms:
             norms = Change(StorageKind("norms", State.TRANSIENT), self.norms * blocks, next(keys))
-            yield from (norms, gone(norms))
-        yield from map(gone, gradients if self.oldest_first else reversed(gradients))
+            yield from (norms, inverse_change(norms))
+        yield from map(inverse_change, gradients if self.oldest_first else reversed(gradients))
 
     def buckets(self, blocks: int) -> Iterator[int]:
         """Yield the bytes of each, in the order in which gradients come."""
@@ -89,7 +90,7 @@ class Toy:
             yield filled
 
 
-def gone(change: Change) -> Change:
+def inverse_change(change: Change) -> Change:
     return Change(change.kind, -change.size, change.key)
 
 
@@ -134,7 +135,7 @@ def test_a_bucket_that_grows_is_no_repetition() -> None:
     assert repeated_storages([toy.stream(few) for few in FEW], 1) is None
 
 
-def test_what_differs_from_block_to_block_is_no_repetition() -> None:
+def test_figures_that_differ_from_block_to_block_are_not_extrapolated() -> None:
     def stream(blocks: int) -> MemoryStream:
         sizes = (512 * (1 + number**2) for number in range(blocks))
         events = [Change(ACTIVATION, size, key) for key, size in enumerate(sizes)]
@@ -149,7 +150,9 @@ def test_a_storage_in_the_midst_of_those_like_it_is_not_named(beside: int) -> No
         """One of two by block goes: neither the youngest nor the oldest by the same number."""
         changes = [Change(ACTIVATION, 512, key) for key in range(2 * blocks + 1)]
         middle = changes[blocks + beside]
-        return MemoryStream(resident=(), events=(Begin(Phase.FORWARD, 0), *changes, gone(middle)))
+        return MemoryStream(
+            resident=(), events=(Begin(Phase.FORWARD, 0), *changes, inverse_change(middle))
+        )
 
     assert repeated_storages([stream(few) for few in FEW], 1) is None
 
@@ -166,7 +169,7 @@ def sent_of_eight(call: Traffic) -> int:
     return -(-call.payload_bytes * 7 // 8)
 
 
-def test_calls_are_repeated_and_what_is_sent_of_one_that_grows_is_rounded_anew() -> None:
+def test_calls_are_repeated_and_the_traffic_of_a_growing_call_is_rounded_again() -> None:
     runs = [[call(100), *[call(64)] * few, call(12 * few)] for few in FEW]
     assert repeated_calls(runs, 6, sent_of_eight) == (
         call(100), *[call(64)] * 9, call(108),
@@ -181,5 +184,5 @@ def test_a_call_of_gradients_that_grows_is_no_repetition() -> None:
 def test_where_most_activations_live_is_found_by_its_backward_pass() -> None:
     first, second = (Change(ACTIVATION, size, key) for key, size in enumerate((512, 1024)))
     backward = [Begin(Phase.BACKWARD, micro) for micro in range(3)]
-    events = (first, backward[0], second, backward[1], gone(second), backward[2])
+    events = (first, backward[0], second, backward[1], inverse_change(second), backward[2])
     assert MemoryStream(resident=(), events=events).fullest_backward() == 1

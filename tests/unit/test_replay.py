@@ -1,5 +1,5 @@
-"""Replay against execution: one rank of a fake world runs the real wrappers on real tensors, and
-every state and every phase's peak is what was predicted, to the byte."""
+"""Replay compared with execution: one rank of a fake world runs the wrappers on real tensors, and
+every state and every peak equals the prediction to the byte."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_small_activations_let_the_gathers_be_the_peak() -> None:
     assert not differences(make_spec(FULLY, micro=1, sequence=2, accumulate=4))
 
 
-def _drawn(number: int) -> list[Spec]:
+def _random_tuples(number: int) -> list[Spec]:
     """Tuples of R, S, S* on both data axes, with every dial drawn too."""
     chance = random.Random(SEED)
     modes = [",".join(each) for each in product(("R", "S*"), "RS", "RS")]
@@ -162,7 +162,7 @@ def _drawn(number: int) -> list[Spec]:
             id=" x ".join(str(factor.placement) for factor in spec.factors),
             marks=() if number < BY_DEFAULT else pytest.mark.nightly,
         )
-        for number, spec in enumerate(_drawn(16))
+        for number, spec in enumerate(_random_tuples(16))
     ],
 )
 def test_drawn_tuples(spec: Spec) -> None:

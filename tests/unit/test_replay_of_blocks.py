@@ -1,4 +1,4 @@
-"""`ptrain simulate` of many equal blocks by a few: what it says is what every block does."""
+"""`ptrain simulate` of many identical blocks by a few gives the figures of running all."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def assert_equal_to_every_block(spec: Spec) -> SimulatedRank:
         pytest.param("activation-offload", (), marks=pytest.mark.nightly),
     ],
 )
-def test_a_few_of_many_equal_blocks_stand_for_all(
+def test_a_few_of_many_identical_blocks_represent_all(
     strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 9 and not of 20, which take longer."""
+    """Of 9 blocks, since 20 take longer."""
     monkeypatch.setattr(execute, "FEWEST", 3)
     monkeypatch.setattr(execute, "LEAST", 9)
     spec = small(strategy, *TINY, "model.layers=9", *changes)
@@ -70,7 +70,7 @@ def test_activations_that_are_most_at_another_moment_with_few_blocks_are_no_repe
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_of_every_strategy_a_few_blocks_stand_for_all(strategy: str) -> None:
+def test_a_few_blocks_represent_all_in_every_strategy(strategy: str) -> None:
     degree = load(strategy).spec.degree(Axis.PP)
     layers = 20 * (2 * degree if degree > 1 else 1)
     few = assert_equal_to_every_block(small(strategy, f"model.layers={layers}", "model.vocab=264"))
@@ -86,7 +86,7 @@ def test_of_every_strategy_a_few_blocks_stand_for_all(strategy: str) -> None:
         ("zero3", ("prefetch=6",)),  # what is gathered ahead ends beyond the runs with few
     ],
 )
-def test_where_blocks_are_not_treated_alike_every_one_runs(
+def test_every_block_runs_if_blocks_are_treated_differently(
     strategy: str, changes: tuple[str, ...]
 ) -> None:
     assert equal_blocks(small(strategy, *MANY, *changes), 0) is None

@@ -1,5 +1,5 @@
-"""`ptrain simulate` of a class of transformers by a few of its blocks: what it says is what every
-block does, and where it is not proven that they are equal every one runs."""
+"""`ptrain simulate` of a transformers class by a few of its blocks gives the figures of running
+all; every block runs if their equality is not proven."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def blocks(spec: Spec) -> EqualBlocks | None:
         pytest.param("GPT2LMHeadModel", "zero1", ("cluster.preset=h100-8",), marks=nightly),
     ],
 )
-def test_a_few_of_a_classs_equal_blocks_stand_for_all(
+def test_a_few_identical_blocks_of_a_class_represent_all(
     hf: str, strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execute, "FEWEST", 3)
@@ -72,7 +72,7 @@ def test_a_few_of_a_classs_equal_blocks_stand_for_all(
 
 
 @nightly
-def test_of_a_classs_stages_a_few_blocks_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_blocks_represent_all_in_stages_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "FEWEST", 3)
     monkeypatch.setattr(execute, "LEAST", LAYERS)
     spec = of_class(LLAMA, "pp-1f1b", "pipeline.split=[9, 9]", layers=18)
@@ -80,7 +80,7 @@ def test_of_a_classs_stages_a_few_blocks_stand_for_all(monkeypatch: pytest.Monke
 
 
 @nightly
-def test_a_bucket_of_a_classs_blocks_that_later_ones_may_fill_is_no_repetition(
+def test_a_bucket_that_later_blocks_may_fill_is_not_extrapolated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execute, "LEAST", LAYERS)
@@ -139,7 +139,7 @@ def test_a_block_that_does_more_by_its_index_is_seen_to(
     assert blocks(spec) is None
 
 
-def test_a_block_that_takes_what_another_than_the_last_gave_is_seen_to(
+def test_a_block_with_an_input_from_an_earlier_block_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[torch.Tensor] = []
@@ -165,6 +165,6 @@ def test_a_block_with_another_attribute_is_seen_to(monkeypatch: pytest.MonkeyPat
     assert blocks(of_class(LLAMA, "zero3")) is None
 
 
-def test_of_a_users_own_model_nobody_says_that_blocks_are_equal() -> None:
+def test_blocks_of_a_user_model_are_not_assumed_identical() -> None:
     spec = load("zero3", ["model={target: 'tests.models_external:necks'}", BATCH]).spec
     assert blocks(spec) is None

@@ -24,11 +24,11 @@ def logits_of(shape: ModelShape, scaled_by: float = 1.0) -> torch.Tensor:
     return module(torch.arange(SEQUENCE).unsqueeze(0)).detach()
 
 
-def test_a_residual_scale_is_one_of_what_sub_blocks_end_with():
+def test_a_residual_scale_multiplies_the_output_of_sub_blocks():
     scaled = logits_of(replace(ODD_SHAPE, residual_scale=0.25))
     torch.testing.assert_close(scaled, logits_of(ODD_SHAPE, scaled_by=0.25))
     assert not torch.allclose(scaled, logits_of(ODD_SHAPE))
 
 
-def test_no_table_tells_of_it():
+def test_no_table_covers_a_residual_scale():
     assert replace(ODD_SHAPE, residual_scale=0.25).tabulated is None

@@ -1,5 +1,5 @@
-"""Roles of models that are not built in: from transformers' plans, from the user's function, from
-the spec; and what of them cannot be followed."""
+"""The roles of user models from transformers' plans, the user's function or the spec, and roles
+that cannot be followed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fault(module: nn.Module, spec: Spec) -> tuple[str, str, str]:
     return found.place, found.finding, found.remedy
 
 
-def test_a_llamas_plan_is_its_own():
+def test_a_llama_has_its_plan():
     roles = of_hugging_face("llama", CONFIG)
     for part, names in {"self_attn": "qkv", "mlp": ("gate", "up")}.items():
         assert roles[f"model.layers.*.{part}"] is Role.WHOLE_INPUT
@@ -81,7 +81,7 @@ def test_another_architecture_has_other_names():
 
 
 @pytest.mark.parametrize("hf", ["phi3", "olmo2"])
-def test_an_entry_that_gathers_inside_a_block_is_refused_by_name(hf):
+def test_an_entry_that_gathers_inside_a_block_is_rejected_by_name(hf):
     gathers = r"self_attn\.q.*_proj: colwise_\w+ all-gathers the output of a module that is not"
     with pytest.raises(SpecError, match=rf"{gathers}(.|\n)*fused column"):
         of_hugging_face(hf, CONFIG | {"pad_token_id": None})
@@ -112,7 +112,7 @@ def test_the_specs_plan_wins():
     assert dict(roles_of_module(pairs(), spec_of(plan=plan))) == plan
 
 
-def test_where_nothing_is_cut_nobody_is_asked():
+def test_without_tp_roles_are_not_read():
     mapping = {"name": "one", "model": {"target": TARGET}, "mesh": {"dp_shard": 2}}
     placed = {"placement": {"dp_shard": "zero3"}, "batch": {"micro": 1, "sequence": 16}}
     assert roles_of_module(pairs(planned=False), require_runnable(load(mapping | placed))) == ()
@@ -141,19 +141,19 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("plan", "place", "finding", "remedy"), MISTAKES)
-def test_a_plan_that_cannot_be_followed_says_why(plan, place, finding, remedy):
+def test_an_impossible_plan_is_rejected_with_a_reason(plan, place, finding, remedy):
     found = fault(pairs(planned=False), spec_of(**({"plan": plan} if plan else {})))
     assert found[0] == place and finding in found[1] and remedy in found[2]
 
 
-def test_a_word_of_the_functions_plan_that_is_none_is_refused():
+def test_a_word_of_the_functions_plan_that_is_none_is_rejected():
     model = pairs()
     model.tp_plan = {"head": "sideways"}  # type: ignore[assignment]
     place, finding, remedy = fault(model, spec_of())
     assert place == "model.target" and "head: sideways" in finding and "column" in remedy
 
 
-def test_a_degree_that_does_not_divide_is_refused_once_with_those_that_divide_everything():
+def test_a_degree_that_does_not_divide_is_rejected_once_with_those_that_divide_everything():
     with pytest.raises(SpecError) as caught:
         roles_of_module(pairs(hidden=12), spec_of(tp=5))
     found = [(fault.place, fault.finding, fault.remedy) for fault in caught.value.faults]
@@ -181,7 +181,7 @@ def test_unequal_logits_are_not_gathered():
     assert place == "tensor.loss_parallel" and "multiple of 2" in remedy
 
 
-def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles():
+def test_a_given_module_has_its_roles_instead_of_the_built_in_models():
     shape = {"preset": "llama-tiny"}
     roles = roles_of_module(pairs(), spec_of(shape))
     assert dict(roles) == PAIRS_PLAN
@@ -258,7 +258,7 @@ WHOLE = {"parts.*": "whole input"}
         ("in place", {"parts.*": "shared"}),
     ],
 )
-def test_parameters_beside_a_pair_are_whole_or_shared(at, beside, head):
+def test_parameters_outside_a_pair_are_replicated_or_shared(at, beside, head):
     plan = PAIR | beside | head
     assert dict(roles_of_module(Gates(at), spec_of(plan=plan))) == plan
 
@@ -286,7 +286,7 @@ def test_parameters_beside_a_pair_are_whole_or_shared(at, beside, head):
         ),
     ],
 )
-def test_a_gradient_that_nobody_would_sum_is_refused(at, beside, finding, remedy):
+def test_an_unsummed_gradient_is_rejected(at, beside, finding, remedy):
     place, found, right = fault(Gates(at), spec_of(plan={**PAIR, **beside}))
     assert place == "tensor.plan" and finding in found and remedy in right
 

@@ -1,4 +1,4 @@
-"""Choices of slices of the tokens get the places, and losses the shares, that one device gives."""
+"""Routing of token slices has the places, and router losses the shares, of one device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slices_of(step: ContextParallel) -> list[SampleSlices]:
     return [SampleSlices(_Group(rank), TagRegistry(), spans) for rank in range(len(spans))]
 
 
-def chosen(generator: torch.Generator, shape=SHAPE) -> Tensor:
+def random_choices(generator: torch.Generator, shape=SHAPE) -> Tensor:
     """Two experts of each token, some of which most tokens want."""
     wanted = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0]).expand(SAMPLES * TOKENS, -1)
     picked = torch.multinomial(wanted, shape.experts_per_token, generator=generator)
@@ -87,7 +87,7 @@ def answered(monkeypatch):
 @pytest.mark.parametrize(("way", "factor"), product(WAYS, (0.3, 1.0, 3.0)))
 def test_the_choices_that_find_a_place_are_those_of_whole_samples(answered, way, factor):
     shape, step = replace(SHAPE, capacity_factor=factor), step_of(way)
-    chosen_BTK = chosen(torch.Generator().manual_seed(5))
+    chosen_BTK = random_choices(torch.Generator().manual_seed(5))
     whole = ExpertPlaces(shape)
     is_late_BTK = (whole(chosen_BTK) == whole.count_places(SAMPLES, TOKENS)).view_as(chosen_BTK)
     assert is_late_BTK.any() or factor == 3.0
@@ -112,7 +112,7 @@ def test_the_choices_that_find_a_place_are_those_of_whole_samples(answered, way,
 def test_the_shares_of_a_loss_add_up_to_that_of_whole_samples(answered, way, router):
     shape = replace(SHAPE, aux_loss=0.5, z_loss=0.1, router=router)
     step, generator = step_of(way), torch.Generator().manual_seed(6)
-    chosen_BTK = chosen(generator)
+    chosen_BTK = random_choices(generator)
     sizes = (SAMPLES, TOKENS, SHAPE.experts)
     logits_BTE = torch.randn(*sizes, dtype=torch.float64, generator=generator).requires_grad_()
 
@@ -137,9 +137,9 @@ def test_the_shares_of_a_loss_add_up_to_that_of_whole_samples(answered, way, rou
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-16)
 
 
-def test_tokens_of_a_slice_alone_would_balance_something_else(answered):
+def test_balancing_a_slice_alone_gives_another_loss(answered):
     step = step_of("ring")
-    chosen_BTK = chosen(torch.Generator().manual_seed(7))
+    chosen_BTK = random_choices(torch.Generator().manual_seed(7))
     shape = replace(SHAPE, capacity_factor=1.0)
     whole = ExpertPlaces(shape)
     is_late = (whole(chosen_BTK) == whole.count_places(SAMPLES, TOKENS)).view_as(chosen_BTK)

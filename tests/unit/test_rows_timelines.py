@@ -1,4 +1,4 @@
-"""What experts allocate as a formula of the rows that they get, by two recordings."""
+"""The allocations of experts as a formula of their number of rows, from two recordings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_storage_that_grows_as_the_rows_of_a_layer_is_as_large_as_these():
     assert unevenly.moved == (("host", 8000),)
 
 
-def test_there_is_no_formula_where_a_storage_grows_otherwise_or_operators_differ():
+def test_there_is_no_formula_for_nonlinear_storages_or_other_operators():
     assert LOADS.formula(EVENLY, recording({0: 101, 1: 68, 2: 144, 3: 40})) is None
     assert LOADS.formula(EVENLY, recording({0: 100, 1: 17 * 4, 2: 19 * 8, 3: 40})) is None
     assert LOADS.formula(EVENLY, recording({0: 100, 1: 68, 2: 144, 3: 40}, "aten::cat")) is None

@@ -30,7 +30,7 @@ MESHES = [1, 2, 4, 8]
 SEQUENCE = 4
 
 
-def counted(num_tokens: int, held_out: int = 21) -> Corpus:
+def counting_tokens(num_tokens: int, held_out: int = 21) -> Corpus:
     """Token i is i: a window shows where it was cut."""
     return Corpus(
         name="counted",
@@ -63,7 +63,7 @@ def global_batch(source: Corpus, spec: Spec, step: int, degree: int) -> list[Loc
 @pytest.mark.parametrize("degree", MESHES)
 @pytest.mark.parametrize("micro", [1, 2])
 def test_an_epoch_holds_every_sample_once_on_every_mesh(degree, micro):
-    source, spec = counted(8 * 16 * SEQUENCE + 1), make_spec(micro=micro)
+    source, spec = counting_tokens(8 * 16 * SEQUENCE + 1), make_spec(micro=micro)
     windows = source.num_samples(SEQUENCE)
     assert windows == 8 * 16
     for epoch in range(3):
@@ -78,7 +78,7 @@ def test_an_epoch_holds_every_sample_once_on_every_mesh(degree, micro):
 
 @pytest.mark.parametrize("degree", MESHES)
 def test_an_epoch_that_ends_in_mid_step_loses_and_doubles_nothing(degree):
-    source, spec = counted(13 * SEQUENCE + 1), make_spec()
+    source, spec = counting_tokens(13 * SEQUENCE + 1), make_spec()
     steps, windows = 13, 13  # 13 steps of 16 samples are 16 epochs of 13 windows
     seen = Counter(
         sample_id
@@ -91,7 +91,7 @@ def test_an_epoch_that_ends_in_mid_step_loses_and_doubles_nothing(degree):
 
 @pytest.mark.parametrize("degree", MESHES)
 def test_every_mesh_sees_the_same_global_batch(degree):
-    source, spec = counted(1000), make_spec()
+    source, spec = counting_tokens(1000), make_spec()
     one = read_batch(source, spec=spec, step=3)
     parts = global_batch(source, spec, 3, degree)
     by_id = {
@@ -115,7 +115,7 @@ def test_a_micro_batch_of_all_ranks_is_a_run_of_the_global_batch(degree):
 
 
 def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens():
-    local = read_batch(counted(1000), spec=make_spec(), step=5)
+    local = read_batch(counting_tokens(1000), spec=make_spec(), step=5)
     starts = torch.tensor(local.sample_ids) % 249 * SEQUENCE
     assert torch.equal(local.tokens, starts[:, None] + torch.arange(SEQUENCE + 1))
     for samples in local.micro_batches(2):
@@ -123,14 +123,14 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens():
 
 
 def test_an_epoch_predicts_every_token_but_the_first_once():
-    source, spec = counted(16 * SEQUENCE + 1), make_spec()
+    source, spec = counting_tokens(16 * SEQUENCE + 1), make_spec()
     local = read_batch(source, spec=spec, step=0)
     targets = torch.cat([samples.targets.flatten() for samples in local.micro_batches(2)])
     assert targets.sort().values.tolist() == list(range(1, 16 * SEQUENCE + 1))
 
 
 def test_micro_batches_are_views_of_the_batch():
-    local = read_batch(counted(1000), spec=make_spec(), step=0)
+    local = read_batch(counting_tokens(1000), spec=make_spec(), step=0)
     storage = local.tokens.untyped_storage().data_ptr()
     pairs = [(samples.inputs, samples.targets) for samples in local.micro_batches(2)]
     assert len(pairs) == 8
@@ -173,14 +173,14 @@ def test_the_tensor_that_is_no_global_batch_is_named(samples, finding):
     assert "batch.global = 16" in fault.remedy
 
 
-def test_a_step_is_the_same_whenever_it_is_asked_for():
-    source, spec = counted(1000), make_spec()
+def test_a_step_does_not_depend_on_the_time_of_its_request():
+    source, spec = counting_tokens(1000), make_spec()
     first = read_batch(source, spec=spec, step=7)
     read_batch(source, spec=spec, step=8)
     assert torch.equal(read_batch(source, spec=spec, step=7).tokens, first.tokens)
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_seeds_and_epochs_have_different_orders():
     orders = {
         (seed, epoch): tuple(
             stream_sample(epoch * 100 + place, windows=100, seed=seed) % 100 for place in range(100)
@@ -216,30 +216,30 @@ def test_the_order_is_spread_evenly_over_the_corpus():
     assert 81 - 5 * 12.7 < ((cells - 100) ** 2 / 100).sum() < 81 + 5 * 12.7
 
 
-def test_the_held_out_split_has_windows_of_its_own():
-    source, spec = counted(1000, held_out=5 * SEQUENCE + 1), make_spec(global_samples=4)
+def test_the_held_out_split_has_separate_windows():
+    source, spec = counting_tokens(1000, held_out=5 * SEQUENCE + 1), make_spec(global_samples=4)
     local = read_batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert int(local.tokens.max()) <= 5 * SEQUENCE
     assert len(set(local.sample_ids)) == 4
 
 
-def test_a_corpus_shorter_than_a_sample_is_refused():
+def test_a_corpus_shorter_than_a_sample_is_rejected():
     with pytest.raises(
         PtrainError,
         match=r"has 4 tokens, but a sample needs 5\n  remedy: Use a smaller `batch.sequence`",
     ):
-        require_trainable_data(counted(SEQUENCE), make_spec())
+        require_trainable_data(counting_tokens(SEQUENCE), make_spec())
 
 
 def test_a_short_held_out_split_matters_only_to_who_evaluates():
-    source = counted(1000, held_out=SEQUENCE)
+    source = counting_tokens(1000, held_out=SEQUENCE)
     require_trainable_data(source, make_spec())
     with pytest.raises(PtrainError, match="held_out split"):
         require_trainable_data(source, make_spec(every=10))
 
 
-def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
-    source, spec = counted(1000), make_spec(vocab=500)
+def test_a_token_outside_the_vocabulary_is_rejected_with_the_size_that_fits():
+    source, spec = counting_tokens(1000), make_spec(vocab=500)
     with pytest.raises(PtrainError, match=r"contains token 999.*\n  remedy: Use `model.vocab=1000"):
         require_trainable_data(source, spec)
     with pytest.raises(PtrainError, match=r"but model.vocab is 500"):

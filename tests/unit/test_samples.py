@@ -1,4 +1,4 @@
-"""The ledger of samples: a batch is right by its tokens, whatever its samples are called."""
+"""The ledger of samples compares batches by their tokens, not by sample names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reference(ReferenceTraining):
             yield MicroBatch(data_index=index, k=k, samples=rows, batch=batch, sample_ids=ids)
 
 
-def told(rows: Tensor) -> list[str]:
+def batch_mismatches(rows: Tensor) -> list[str]:
     given = LocalBatch(tokens=rows, global_tokens=8, sample_ids=(0, 1, 2, 3))
     found = list(sample_mismatches(given, Reference(), 0, 0, Exchange(World())))
     assert all(each.subject is Subject.BATCH for each in found)
@@ -40,16 +40,16 @@ def told(rows: Tensor) -> list[str]:
 
 
 def test_a_batch_with_two_equal_rows_is_the_batch_that_it_should_be() -> None:
-    assert told(ROWS) == []
+    assert batch_mismatches(ROWS) == []
 
 
-def test_a_row_that_comes_once_too_often_is_named_and_so_is_what_it_stands_in_for() -> None:
-    assert told(ROWS[[0, 1, 2, 1]]) == ["sample 3 missing; sample 1 seen twice"]
-    assert told(ROWS[[0, 1, 3, 3]]) == ["sample 0 missing; sample 3 seen twice"]
+def test_a_repeated_row_is_named_with_the_row_it_replaces() -> None:
+    assert batch_mismatches(ROWS[[0, 1, 2, 1]]) == ["sample 3 missing; sample 1 seen twice"]
+    assert batch_mismatches(ROWS[[0, 1, 3, 3]]) == ["sample 0 missing; sample 3 seen twice"]
 
 
-def test_other_tokens_and_another_order_are_told_from_each_other() -> None:
-    assert told(ROWS[[1, 0, 2, 3]]) == ["samples 0, 1, 0, 3 in another order or place"]
-    assert told(ROWS[[0, 1, 2, 3]] + 10 * torch.tensor([[0], [0], [0], [1]])) == [
+def test_different_tokens_and_another_order_are_distinguished() -> None:
+    assert batch_mismatches(ROWS[[1, 0, 2, 3]]) == ["samples 0, 1, 0, 3 in another order or place"]
+    assert batch_mismatches(ROWS[[0, 1, 2, 3]] + 10 * torch.tensor([[0], [0], [0], [1]])) == [
         "sample 3 missing; tokens of no sample of this step"
     ]

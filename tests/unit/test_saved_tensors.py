@@ -47,7 +47,7 @@ class Saved:
 
 
 @cache
-def traced(
+def trace_four_layers(
     whole: Setting, kept: ActivationMode = PLAIN, attention: Attention = Attention.SDPA
 ) -> tuple[CodedTrace, tuple[Monomial, ...]]:
     """Return the trace of four layers whose dimensions are primes, with the monomials of sizes."""
@@ -61,9 +61,9 @@ def traced(
     return trace, monomials(writer.table())
 
 
-def saved(whole: Setting) -> tuple[Saved, ...]:
+def saved_by_forward(whole: Setting) -> tuple[Saved, ...]:
     """Return the tensors of a model; those of a block count once per layer."""
-    trace, sizes = traced(whole)
+    trace, sizes = trace_four_layers(whole)
     alive = {*saved_storages(trace.recording)}
     before, *blocks, last = [
         [
@@ -88,7 +88,7 @@ def saved_of_block(
     whole: Setting, kept: ActivationMode, attention: Attention
 ) -> Sequence[Monomial]:
     """Return the sizes that a block's forward leaves on the device."""
-    trace, sizes = traced(whole, kept, attention)
+    trace, sizes = trace_four_layers(whole, kept, attention)
     alive, events = {*saved_storages(trace.recording)}, trace.recording.forward
     unit = trace.units.index(("blocks.0",))
     own = events[
@@ -114,7 +114,7 @@ def test_the_total_is_the_sum_of_the_polynomials(shape):
     whole = setting(shape, DType.BF16, sequence=4096)
     total = sum(
         term.size.bytes(whole.values, 2) * (shape.layers if term.part == "block" else 1)
-        for term in saved(whole)
+        for term in saved_by_forward(whole)
     )
     assert total == saved_bytes(model_timeline(whole))
 
@@ -123,7 +123,7 @@ def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
     """Of hidden size: two products in each norm, queries, repeated keys and values, the output of
     attention, two residual sums. Of ffn size: gate, its silu, up, their product. Each norm's scale
     and attention's log-sum-exp."""
-    terms = [text(t.size) for t in saved(setting(ODD_SHAPE)) if t.part == "block"]
+    terms = [text(t.size) for t in saved_by_forward(setting(ODD_SHAPE)) if t.part == "block"]
     hidden = "2·e·repeats·kv_heads·pairs·batch·sequence"
     assert terms.count(hidden) == 10
     assert terms.count("e·batch·sequence·ffn") == 4
@@ -134,14 +134,14 @@ def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
 
 def test_without_dropout_attention_saves_nothing_quadratic_in_the_sequence():
     for shape in (ODD_SHAPE, GPT):
-        assert not any("sequence^2" in text(term.size) for term in saved(setting(shape)))
-    assert any("sequence^2" in text(term.size) for term in saved(setting(DROPPED)))
+        assert not any("sequence^2" in text(term.size) for term in saved_by_forward(setting(shape)))
+    assert any("sequence^2" in text(term.size) for term in saved_by_forward(setting(DROPPED)))
 
 
 @pytest.mark.nightly
 def test_one_sample_alone_saves_less_than_a_batch_counts_for_it():
     for shape in (ODD_SHAPE, GPT):
-        one, two = (len(saved(setting(shape, batch=batch))) for batch in (1, 2))
+        one, two = (len(saved_by_forward(setting(shape, batch=batch))) for batch in (1, 2))
         assert 0 < one <= two
 
 
@@ -157,7 +157,7 @@ def test_eager_attention_alone_saves_scores_unless_they_are_recomputed(shape):
 
 
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE, ATTENTION_ONLY], ids=str)
-def test_recomputed_blocks_save_less_than_plain_ones(policy):
+def test_recomputed_blocks_save_less_than_others(policy):
     whole = setting(GPT)
 
     def size(kept: ActivationMode) -> int:

@@ -1,4 +1,4 @@
-"""The loss scale moves as torch.amp.GradScaler moves it, and gradients are what they were."""
+"""The loss scale changes like torch.amp.GradScaler's, and gradients are unscaled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_scale_takes_the_way_of_torch_s_scaler() -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_check_finds_what_is_not_finite_and_changes_nothing(
+def test_a_check_finds_non_finite_values_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bad: float
 ) -> None:
     check = torch._amp_foreach_non_finite_check_and_unscale_

@@ -110,7 +110,7 @@ def torchs(name: ScheduleName, size: PipelineShape, rank: int) -> tuple[Any, lis
 
 
 @cache
-def executed(
+def torch_order(
     name: ScheduleName, size: PipelineShape, rank: int
 ) -> tuple[list[Action], list[Recorder]]:
     made, stages = torchs(name, size, rank)
@@ -119,7 +119,7 @@ def executed(
     return stages[0].log, stages
 
 
-def computed(made: Schedule, rank: int) -> list[Action]:
+def parts_of_order(made: Schedule, rank: int) -> list[Action]:
     return [part for step in made.orders[rank] for part in step.parts]
 
 
@@ -128,26 +128,26 @@ def test_torch_executes_our_order_action_by_action(name):
     for size in LEGAL[name]:
         made = make_schedule(name, size)
         for rank in range(size.ranks):
-            log, _ = executed(name, size, rank)
-            assert log == computed(made, rank), f"{size}, rank {rank}"
+            log, _ = torch_order(name, size, rank)
+            assert log == parts_of_order(made, rank), f"{size}, rank {rank}"
 
 
 def test_a_naive_pipeline_is_gpipes_of_one_microbatch_one_after_the_other():
     alone = PipelineShape(ranks=4, microbatches=1)
     made = make_schedule(ScheduleName.NAIVE, PipelineShape(ranks=4, microbatches=3))
     for rank in range(4):
-        log, _ = executed(ScheduleName.GPIPE, alone, rank)
+        log, _ = torch_order(ScheduleName.GPIPE, alone, rank)
         steps = [Action(each.kind, each.stage, number) for number in range(3) for each in log]
-        assert steps == computed(made, rank)
+        assert steps == parts_of_order(made, rank)
 
 
 @every_schedule
-def test_torch_sends_and_receives_what_crosses_between_ranks(name):
-    """A stage asks its neighbours on other ranks only: once a micro-batch and direction."""
+def test_torch_sends_and_receives_the_boundary_tensors(name):
+    """A stage asks only its neighbours on other ranks, once per micro-batch and direction."""
     for size in LEGAL[name]:
         made = make_schedule(name, size)
         for rank in range(size.ranks):
-            for stage in executed(name, size, rank)[1]:
+            for stage in torch_order(name, size, rank)[1]:
                 before = stage.stage_index > 0 and made.is_crossed(stage.stage_index - 1)
                 after = not stage.is_last and made.is_crossed(stage.stage_index)
                 # the schedules of one stage a rank ask at both ends too, and get nothing to send
@@ -166,10 +166,10 @@ def test_gradients_are_reduced_after_the_last_backward_of_each_stage(name):
     for size in LEGAL[name]:
         made = make_schedule(name, size)
         for rank in range(size.ranks):
-            for stage in executed(name, size, rank)[1]:
+            for stage in torch_order(name, size, rank)[1]:
                 ends = [
                     action.microbatch
-                    for action in computed(made, rank)
+                    for action in parts_of_order(made, rank)
                     if action.stage == stage.stage_index
                     and action.kind in (Kind.BACKWARD, Kind.WEIGHT)
                 ]
@@ -200,7 +200,7 @@ def test_torchs_table_of_1f1b_is_still_wrong_on_the_last_rank():
 
 
 @every_schedule
-def test_what_torch_refuses_is_refused_and_nothing_else(name):
+def test_the_schedules_that_torch_rejects_are_rejected(name):
     for other, size in GRID:
         if other is not name:
             continue

@@ -1,4 +1,4 @@
-"""SGD in 16 bits moves every element as torch's does in 32 bits, up to rounding."""
+"""SGD in 16 bits moves every element like torch's SGD in 32 bits, up to rounding."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_groups_of_leaves_are_as_good_as_leaves() -> None:
     assert type(build_optimizer("sgd", groups, spec)) is type(build_optimizer("sgd", leaves, spec))
 
 
-def test_torch_s_fused_kernel_stands_still_in_16_bits_up_to_2_13() -> None:
-    """When no version is left in which it does, ours can go."""
+def test_torchs_fused_kernel_does_not_update_in_16_bits_up_to_2_13() -> None:
+    """Once no supported version has this behavior, the custom kernel can be deleted."""
     leaf = torch.zeros(64, dtype=torch.bfloat16)
     take_steps(torch.optim.SGD([leaf], lr=0.1, fused=True), [leaf], 1)
     assert bool(leaf.any()) is is_since("2.14")

@@ -1,5 +1,5 @@
-"""What a mismatch is told from: where a shard lies in its tensor, where a rank is in its mesh, and
-what a difference looks like that comes of a dtype or of one bit."""
+"""Evidence for a mismatch: the position of a shard in its tensor, the rank's coordinates, and the
+pattern of a dtype or bit error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ranks_of_tp_have_the_same_samples() -> None:
         ((7,), 0, None),
     ],
 )
-def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
+def test_a_plain_tensor_is_the_shard_given_by_its_shape_and_coordinates(
     shape: tuple[int, ...], place: int, expected: tuple[int, int] | None
 ) -> None:
     whole = torch.arange(28).view(7, 4)
@@ -51,7 +51,7 @@ def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
     assert part.tolist() == whole[row : row + rows, column : column + columns].tolist()
 
 
-def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> None:
+def test_a_difference_is_relative_to_the_expected_or_usual_value() -> None:
     expected = torch.tensor([3.0, 4.0])
     assert relative_difference(expected + torch.tensor([0.0, 0.5]), expected) == 0.1
     assert relative_difference(torch.tensor([1e-9]), torch.tensor([0.0])) == math.inf

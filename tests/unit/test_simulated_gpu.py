@@ -1,5 +1,5 @@
-"""CUDA's kernels are asked without a GPU, in a process that believes in one; where that cannot be,
-it is said."""
+"""CUDA kernels are queried without a GPU in a process with a stub driver; if that is impossible, it
+is reported."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ SMALL = (
 BF16 = "precision.layout=fsdp-mixed"
 
 
-def parsed(*words: str) -> Any:
+def parse_arguments(*words: str) -> Any:
     parser = ArgumentParser()
     add_arguments(parser, "simulate")
     return parser.parse_intermixed_args(list(words))
 
 
-def test_what_was_asked_is_asked_again_in_the_other_process() -> None:
+def test_cached_kernel_facts_are_recomputed_in_the_other_process() -> None:
     words = ("zero3", "model.layers=2", "--rank", "1", "--rank", "3", "--chart", "x.png")
-    args = parsed(*words, "--every-block", "--json", "--allow-import")
-    assert parsed(*simulate._typed_arguments(args)) == args
+    args = parse_arguments(*words, "--every-block", "--json", "--allow-import")
+    assert parse_arguments(*simulate._typed_arguments(args)) == args
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatc
     assert simulate._gpu_capability(specs) is None
 
 
-def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_cuda_is_reported_with_an_alternative(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "Install a CUDA build; no GPU is needed" in str(simulated_gpu.missing_requirement())
 
@@ -124,14 +126,14 @@ def test_a_folder_that_no_library_is_loaded_from_is_named(
 
 
 @pytest.mark.skipif(not simulated_gpu._compiler_command(), reason="there is no C compiler")
-def test_the_driver_that_stands_in_is_compiled_and_has_no_context(tmp_path: Path) -> None:
+def test_the_stub_driver_is_compiled_and_has_no_context(tmp_path: Path) -> None:
     library = ctypes.CDLL(str(simulated_gpu._compile_library("driver", tmp_path / "libcuda.so.1")))
     flags, is_active = ctypes.c_uint(7), ctypes.c_int(7)
     state = library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
     assert (state, flags.value, is_active.value) == (0, 0, 0)
 
 
-def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_rejects_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "false --of-no-use")
     with pytest.raises(simulated_gpu.StubsNotCompiled, match="does not compile"):
         simulated_gpu._compile_library("driver", tmp_path / "libcuda.so.1")
@@ -149,7 +151,7 @@ def test_where_nothing_compiles_kernels_are_a_cpus(
     assert "kernels  a CPU's: runtime.c does not compile" in output
 
 
-def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(
+def test_without_cuda_kernels_the_cpus_are_used_with_a_note(
     ptrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: "no compiler")
@@ -159,7 +161,7 @@ def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(
 
 
 @pytest.fixture
-def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[str, Any]]]:
+def simulate_with_gpu(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[str, Any]]]:
     """Runs `ptrain simulate` in a process that believes in a GPU of compute capability `sm` -> of
     rank 0 what the record says."""
 
@@ -197,9 +199,9 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
     ],
 )
 def test_attention_is_the_kernel_that_torch_takes_there(
-    sm: int, changes: tuple[str, ...], kernel: str, simulated: Callable[..., dict[str, Any]]
+    sm: int, changes: tuple[str, ...], kernel: str, simulate_with_gpu: Callable[..., dict[str, Any]]
 ) -> None:
-    assert simulated(sm, "zero3", *changes)["kernels"].endswith(f"confirmed: {kernel}")
+    assert simulate_with_gpu(sm, "zero3", *changes)["kernels"].endswith(f"confirmed: {kernel}")
 
 
 @believing
@@ -216,12 +218,15 @@ def test_attention_is_the_kernel_that_torch_takes_there(
         (90, "fsdp-offload", (BF16,)),
     ],
 )
-def test_what_is_derived_is_what_cudas_kernels_allocate(
-    sm: int, strategy: str, changes: tuple[str, ...], simulated: Callable[..., dict[str, Any]]
+def test_the_prediction_equals_the_allocations_of_cuda_kernels(
+    sm: int,
+    strategy: str,
+    changes: tuple[str, ...],
+    simulate_with_gpu: Callable[..., dict[str, Any]],
 ) -> None:
     """40 tokens are no multiple of the 32 rows that a 32-bit kernel keeps."""
     batch = "batch={global: 4, micro: 1, sequence: 40}"
-    assert simulated(sm, strategy, batch, *changes)["differing"] == []
+    assert simulate_with_gpu(sm, strategy, batch, *changes)["differing"] == []
 
 
 GPT2 = "{hf: GPT2LMHeadModel, config: {n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 261}}"
@@ -241,14 +246,17 @@ CONFIG = (
         ("{target: 'tests.models_external:normed'}", "ddp", (BF16, "--allow-import")),
     ],
 )
-def test_what_is_derived_of_other_models_is_what_cudas_kernels_allocate(
-    model: str, strategy: str, changes: tuple[str, ...], simulated: Callable[..., dict[str, Any]]
+def test_the_prediction_of_other_models_equals_the_allocations_of_cuda_kernels(
+    model: str,
+    strategy: str,
+    changes: tuple[str, ...],
+    simulate_with_gpu: Callable[..., dict[str, Any]],
 ) -> None:
     """Gemma has a buffer that `torch.tensor` makes, which stages copy."""
     if "hf" in model:
         pytest.importorskip("transformers")
     batch = "batch={global: 4, micro: 1, sequence: 40}"
-    assert simulated(90, strategy, f"model={model}", batch, *changes)["differing"] == []
+    assert simulate_with_gpu(90, strategy, f"model={model}", batch, *changes)["differing"] == []
 
 
 @believing

@@ -1,5 +1,5 @@
-"""`ptrain simulate`: the program that trains, on fake ranks and fake tensors, holds and sends what
-was derived, whatever the placement; and what it says beside that."""
+"""`ptrain simulate` runs the training program on fake ranks and fake tensors with the predicted
+memory and traffic for every placement; its further output."""
 
 import json
 import re
@@ -66,7 +66,9 @@ def assert_equal(spec: Spec, found: SimulatedRank) -> None:
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy: str) -> None:
+def test_a_rank_on_fake_ranks_has_the_predicted_memory_traffic_and_operations(
+    strategy: str,
+) -> None:
     assert_equal(small(strategy), of_last_rank(strategy))
 
 
@@ -140,7 +142,7 @@ def test_for_gpus_dropout_keeps_a_byte_an_element_and_no_scores(changes: tuple[s
         ),
     ],
 )
-def test_for_gpus_dropout_does_so_in_layers_and_operators_that_are_sharded(
+def test_gpu_dropout_is_simulated_in_layers_and_sharded_operators(
     strategy: str, rank: int, changes: tuple[str, ...]
 ) -> None:
     spec = small(strategy, *DROPPING, *changes)
@@ -159,8 +161,8 @@ def test_flat_shards_within_tp_have_a_norm_for_each_piece(
     assert_equal(spec, simulate(spec, rank))
 
 
-def test_what_muon_works_with_on_the_host_is_nothing_on_the_device() -> None:
-    """Gradients on the device are all that its update holds there."""
+def test_muon_on_the_host_uses_no_device_memory() -> None:
+    """Only gradients on the device are held by its update there."""
     states = "{parameters: R@host, optimizer: R@host, gradients: R, activations: R}"
     spec = small("ddp", f"placement.dp_replicate={states}", "optimizer.name=muon")
     assert_equal(spec, simulate(spec, 0))
@@ -175,13 +177,13 @@ def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_that_is_none_is_refused_from_python_too(rank: int) -> None:
+def test_a_rank_that_is_none_is_rejected_from_python_too(rank: int) -> None:
     with pytest.raises(SpecError, match="not a rank of a mesh with 2"):
         simulate(small("ddp"), rank)
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_the_peak_is_the_sum_of_what_lives_then(strategy: str) -> None:
+def test_the_peak_is_the_sum_of_live_bytes(strategy: str) -> None:
     found = of_last_rank(strategy)
     course = found.memory_history
     highest = max(row.device_bytes for row in found.estimate.peak)
@@ -192,7 +194,7 @@ def test_the_peak_is_the_sum_of_what_lives_then(strategy: str) -> None:
     assert course.peak.device_bytes == tuple(by_state[state] for state in State)
 
 
-def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
+def test_a_peak_is_listed_by_units_modules_and_temporaries() -> None:
     what = {row.what for row in of_last_rank("zero3").memory_history.held}
     assert {"parameters", "optimizer", "gradients", "unsharded root"} <= what
     assert any(each.startswith("blocks.*.mlp") for each in what)
@@ -221,7 +223,7 @@ def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
         ),
     ],
 )
-def test_what_a_storage_is_comes_from_where_and_when_it_was_born(
+def test_the_kind_of_a_storage_follows_from_its_allocation(
     life: StorageLife, expected: str
 ) -> None:
     assert describe_storage(life) == expected
@@ -236,7 +238,7 @@ def test_buffers_of_collectives_and_temporaries_are_transient() -> None:
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_each_phase_is_told_where_it_needs_most(strategy: str) -> None:
+def test_each_phase_names_its_peak(strategy: str) -> None:
     found = of_last_rank(strategy)
     highest = {phase: moment.total for phase, moment in found.memory_history.phase_peaks().items()}
     assert highest == {row.phase: row.device_bytes for row in found.estimate.peak}
@@ -262,7 +264,7 @@ def test_a_rehearsal_with_real_tensors_holds_and_sends_the_same(strategy: str) -
     assert real.memory_history.peak.device_bytes == fake.memory_history.peak.device_bytes
 
 
-def test_a_rehearsal_is_on_a_gpu_where_there_is_one_and_the_spec_does_not_say_cpu() -> None:
+def test_a_rehearsal_uses_a_gpu_if_present_unless_the_spec_requests_a_cpu() -> None:
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     assert rehearsal_device(small("zero3")).type == wanted
     assert rehearsal_device(small("zero3", "device=cpu")).type == "cpu"
@@ -286,14 +288,14 @@ def test_without_a_rank_the_first_is_simulated_and_the_one_that_needs_most() -> 
 
 
 @pytest.mark.parametrize("asked", [["0", "all-distinct"], ["all-distinct", "all-distinct"]])
-def test_all_distinct_stands_alone(asked: list[str]) -> None:
+def test_all_distinct_excludes_other_options(asked: list[str]) -> None:
     spec = small("zero3")
     with pytest.raises(SpecError, match="or `--rank all-distinct` alone"):
         choose_ranks(spec, derive(spec).exact, asked)
 
 
 @pytest.mark.parametrize("wrong", ["2", "-1", "first", "1.5", "²"])
-def test_what_is_no_rank_of_the_mesh_is_refused(wrong: str) -> None:
+def test_an_invalid_rank_is_rejected(wrong: str) -> None:
     spec = small("zero3")
     with pytest.raises(SpecError, match="is not a rank of a mesh with 2 ranks") as refusal:
         choose_ranks(spec, derive(spec).exact, [wrong])
@@ -327,7 +329,7 @@ def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
 OF_PRODUCTS = 64 * 2**20  # on an H100, as long as a process lives
 
 
-def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
+def test_the_allocator_reserve_of_a_gpu_is_shown(capsys, monkeypatch) -> None:
     monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
@@ -341,7 +343,7 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) 
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_what_an_allocator_sees_living_at_most_is_the_peak(strategy: str) -> None:
+def test_the_allocators_highest_live_memory_is_the_peak(strategy: str) -> None:
     simulated = of_last_rank(strategy)
     for expands in (False, True):
         amount = steady_reserved(simulated.run.stream.allocated_step(), expands=expands)
@@ -391,9 +393,7 @@ def test_a_chart_is_of_one_spec(capsys, tmp_path) -> None:
         ),
     ],
 )
-def test_where_no_gpu_is_believed_in_a_processor_allocates_what_its_kernels_would(
-    strategy, changes
-):
+def test_without_a_stub_gpu_a_cpu_allocates_for_gpu_kernels(strategy, changes):
     of_gpus = "cluster={preset: h100-8, sm: 80}"
     spec = small(strategy, "model.hidden=64", of_gpus, *changes)
     simulated = simulate(spec, 0)
@@ -403,7 +403,7 @@ def test_where_no_gpu_is_believed_in_a_processor_allocates_what_its_kernels_woul
     assert more[0] > more[1], "seed and offset"
 
 
-def test_predict_says_what_is_reserved_where_it_is_asked(capsys):
+def test_predict_shows_the_reserved_memory_on_request(capsys):
     words = ("predict", "zero3", *TINY, "cluster.preset=h100-8", "--reserved", "--json")
     assert main(words) == 0
     reserved_bytes = json.loads(capsys.readouterr().out)["fit"]["reserved"]
@@ -414,7 +414,7 @@ def test_predict_says_what_is_reserved_where_it_is_asked(capsys):
     assert "zero3: rank 0 of 2, the first of those predicted to need most, simulated" in text
 
 
-def test_of_a_sweep_what_is_reserved_is_said_of_every_spec_for_gpus(capsys):
+def test_a_sweep_shows_the_reserved_memory_of_every_gpu_spec(capsys):
     words = ("predict", "zero3", *TINY, "cluster.preset=h100-8", "device=cuda,cpu", "--reserved")
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -428,6 +428,6 @@ def test_of_a_sweep_what_is_reserved_is_said_of_every_spec_for_gpus(capsys):
     ("swept", "finding"),
     [((), "the spec is not for GPUs"), (("mesh.dp_shard=1,2",), "none of the specs is for GPUs")],
 )
-def test_what_a_processor_reserves_is_nobodys_figure(swept, finding, capsys):
+def test_reserved_memory_of_a_cpu_is_unknown(swept, finding, capsys):
     assert main(("predict", "zero3", *TINY, *swept, "--reserved")) == 2
     assert finding in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""At the scale of published models, up to 4096 ranks, a simulated rank holds and sends what was
-derived: with every axis, all layers of each model, without a GPU."""
+"""Simulated ranks of published models, up to 4096 ranks, have the predicted memory and traffic with
+every axis and all layers, without a GPU."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def differing(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_rank_of_a_published_model_holds_and_sends_what_was_derived(name: str) -> None:
+def test_a_rank_of_a_published_model_simulates_as_predicted(name: str) -> None:
     assert not differing(JOBS[name])
 
 

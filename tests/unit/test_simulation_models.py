@@ -1,5 +1,5 @@
-"""Models that are not built in, on fake ranks: of transformers, of the user, and those
-that read values, which fake tensors do not have."""
+"""User models on fake ranks: transformers models, user models, and models that read values, which
+fake tensors lack."""
 
 import pytest
 import torch
@@ -115,11 +115,11 @@ def test_a_model_of_the_user_is_simulated() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
-def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(strategy: str) -> None:
+def test_a_copied_gradient_coexists_with_its_source(strategy: str) -> None:
     assert_as_derived(of_user("tests.unit.test_simulation_models:transposed", strategy))
 
 
-def test_what_a_module_has_itself_is_the_last_that_fsdp2_lists() -> None:
+def test_direct_parameters_of_a_module_are_last_in_fsdp2s_list() -> None:
     assert_as_derived(of_user("tests.unit.test_simulation_models:scaled"))
 
 
@@ -128,7 +128,7 @@ def test_without_leave_nothing_of_the_user_is_imported() -> None:
         simulate(of_user("tests.models_external:necks"))
 
 
-def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:
+def test_a_model_that_reads_a_value_is_rejected_and_rehearsed() -> None:
     spec = of_user("tests.unit.test_simulation_models:reading")
     with pytest.raises(SpecError, match="reads the value of a tensor") as refusal:
         simulate(spec, allow_import=True)
@@ -138,7 +138,7 @@ def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_rehearsal_on_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_rehearsal_on_a_gpu_that_is_not_there_is_rejected() -> None:
     spec = load("zero3", ["device=cuda", BATCH]).spec
     with pytest.raises(SpecError, match="no GPU was found for --rehearse"):
         simulate(spec, rehearse=True)

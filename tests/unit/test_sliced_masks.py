@@ -1,4 +1,4 @@
-"""Masks of a rank's tokens: the parts of the mask that one device draws."""
+"""The dropout masks of a rank's tokens are slices of the single-device mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def masks_of(name: str, index: int, *, over_tp: int = 1) -> SlicedMasks:
     return masks_at(STEPS[name], index, MicroBatchCut(samples=SAMPLES, slices=RANKS * over_tp))
 
 
-def own(masks: SlicedMasks, whole: Tensor) -> Tensor:
+def slice_of_rank(masks: SlicedMasks, whole: Tensor) -> Tensor:
     return torch.cat([whole[:, first:behind] for first, behind in masks.spans], dim=1)
 
 
@@ -49,22 +49,22 @@ def by_one_device(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("index", range(RANKS))
 @pytest.mark.parametrize("name", STEPS)
-def test_a_rank_drops_of_its_tokens_what_one_device_drops(
+def test_a_rank_drops_the_elements_of_its_tokens_that_one_device_drops(
     name: str, index: int, inplace: bool
 ) -> None:
     masks, x_BSC = masks_of(name, index), hidden()
-    expected = own(masks, by_one_device(x_BSC))
-    assert torch.equal(dropped(masks, own(masks, x_BSC), inplace=inplace), expected)
+    expected = slice_of_rank(masks, by_one_device(x_BSC))
+    assert torch.equal(dropped(masks, slice_of_rank(masks, x_BSC), inplace=inplace), expected)
 
 
 @pytest.mark.parametrize("index", range(RANKS))
-def test_so_it_does_where_tokens_of_all_samples_are_one_dimension(index: int) -> None:
+def test_samples_and_tokens_in_one_dimension_are_dropped_like_on_one_device(index: int) -> None:
     masks, x_BSC = masks_of("zigzag", index), hidden()
-    expected = own(masks, by_one_device(x_BSC.flatten(0, 1)).view_as(x_BSC)).flatten(0, 1)
-    assert torch.equal(dropped(masks, own(masks, x_BSC).flatten(0, 1)), expected)
+    expected = slice_of_rank(masks, by_one_device(x_BSC.flatten(0, 1)).view_as(x_BSC)).flatten(0, 1)
+    assert torch.equal(dropped(masks, slice_of_rank(masks, x_BSC).flatten(0, 1)), expected)
 
 
-def test_what_is_of_no_token_is_dropped_alike() -> None:
+def test_tensors_without_tokens_are_dropped_equally() -> None:
     per_sample = torch.ones(SAMPLES, 1, 1)
     first, *others = (dropped(masks_of("ring", index), per_sample) for index in range(RANKS))
     assert all(torch.equal(first, other) for other in others)
@@ -85,19 +85,19 @@ def test_slices_over_another_axis_have_masks_that_no_other_rank_has() -> None:
 def test_the_one_kernel_of_gpus_keeps_of_its_mask_the_part(dtype: torch.dtype) -> None:
     """It runs on a processor too, whose at::dropout does not take it."""
     masks, whole = masks_of("zigzag", 1), hidden().to(dtype)
-    x_BTC = own(masks, whole).requires_grad_()
+    x_BTC = slice_of_rank(masks, whole).requires_grad_()
     torch.manual_seed(0)
     y_BSC, mask_BSC = torch.native_dropout(whole, RATE, True)
     torch.manual_seed(0)
     y_BTC = masks.drop_on_gpu(x_BTC, RATE)
-    torch.testing.assert_close(y_BTC, own(masks, y_BSC))
+    torch.testing.assert_close(y_BTC, slice_of_rank(masks, y_BSC))
     y_BTC.sum().backward()
-    kept = own(masks, mask_BSC).to(dtype) / (1 - RATE)
+    kept = slice_of_rank(masks, mask_BSC).to(dtype) / (1 - RATE)
     torch.testing.assert_close(x_BTC.grad, kept)
 
 
-def test_where_dropout_is_switched_off_nobody_draws() -> None:
-    x_BTC = own(masks_of("ring", 0), hidden())
+def test_disabled_dropout_draws_nothing() -> None:
+    x_BTC = slice_of_rank(masks_of("ring", 0), hidden())
     with switched_off() as off:
         assert torch.equal(dropped(masks_of("ring", 0), x_BTC), x_BTC)
         assert off.drops

@@ -1,5 +1,5 @@
-"""Masks of few elements, of which several places draw the same, are replayed where they belong; and
-what is drawn first in a later step is seen. One process."""
+"""Small masks that several modules draw equally are replayed in their place; a draw in a later step
+only is detected. One process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)).dou
 RATE = 0.3
 
 
-def dropped(x: Tensor) -> Tensor:
+def drop_branches(x: Tensor) -> Tensor:
     """One number a sample: whole branches are dropped."""
     return x * x.new_empty(x.size(0), 1).bernoulli_(1 - RATE) / (1 - RATE)
 
@@ -30,8 +30,8 @@ class Branch(nn.Module):
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + dropped(torch.tanh(self.left(x)))
-        return x + dropped(torch.tanh(self.right(x)))
+        x = x + drop_branches(torch.tanh(self.left(x)))
+        return x + drop_branches(torch.tanh(self.right(x)))
 
 
 class Branches(nn.Module):
@@ -59,7 +59,7 @@ class OtherMask:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_stands_in_the_place_of_a_mask_stands_there_in_the_recomputation(seed: int) -> None:
+def test_a_tensor_in_place_of_a_mask_is_recomputed(seed: int) -> None:
     torch.manual_seed(0)
     model = Branches().double()
     gradients = []
@@ -125,7 +125,7 @@ def always(step: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_small_update_learned_is_not_hidden_by_other_masks(seed: int) -> None:
+def test_the_effect_of_a_small_update_is_not_hidden_by_other_masks(seed: int) -> None:
     make = with_rates(always, 1e-4, seed)
     verdict = ptrain.verify(make, make, ROWS)
     assert verdict.holds, str(verdict)
@@ -140,7 +140,7 @@ class Stray(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.draws:
-            dropped(x)
+            drop_branches(x)
         return self.body(x)
 
 

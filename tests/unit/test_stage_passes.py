@@ -1,4 +1,4 @@
-"""torch's backward passes of a stage, which are private, do what is said of them."""
+"""torch's private backward passes of a stage behave as documented."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def stage() -> tuple[nn.Sequential, Tensor]:
     return module.double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
 
-def plain(module: nn.Module, x: Tensor, gradient: Tensor | None) -> list[Tensor]:
+def autograd_passes(module: nn.Module, x: Tensor, gradient: Tensor | None) -> list[Tensor]:
     """autograd's own: of the input, then of the parameters."""
     output = module(x)
     root = output.square().sum() if gradient is None else output
@@ -27,7 +27,7 @@ def plain(module: nn.Module, x: Tensor, gradient: Tensor | None) -> list[Tensor]
 def test_a_whole_pass_and_its_two_halves_give_autograds_gradients(is_last):
     module, x = stage()
     gradient = None if is_last else torch.randn(3, 4, dtype=torch.float64)
-    of_input, *of_parameters = plain(module, x, gradient)
+    of_input, *of_parameters = autograd_passes(module, x, gradient)
     for in_halves in (False, True):
         module.zero_grad()
         output = module(x)
@@ -60,7 +60,7 @@ class Transposed(nn.Module):
 def test_the_weights_half_leaves_gradients_that_lie_as_parameters_do():
     """Fused optimizers read both by their places in memory."""
     module, (_, x) = Transposed(), stage()
-    _, expected = plain(module, x, None)
+    _, expected = autograd_passes(module, x, None)
     parameters = list(module.parameters())
     _, groups = passes.backward_input(module(x).square().sum(), None, x, parameters)
     passes.backward_weight(parameters, groups)

@@ -1,4 +1,4 @@
-"""Whether ranks that wait for every collective where it starts come to the end."""
+"""Whether ranks that wait for every collective at once would finish."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ RANKS_OF_THREE: list[Started] = [
         ([RANKS_OF_THREE[0][::-1], *RANKS_OF_THREE[1:]], True),
     ],
 )
-def test_waiting_comes_to_the_end(everyones: list[Started], comes: bool) -> None:
+def test_waiting_at_once_finishes(everyones: list[Started], comes: bool) -> None:
     assert can_finish(everyones) is comes

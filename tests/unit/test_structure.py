@@ -1,4 +1,4 @@
-"""What of two models is compared to say that their blocks are equal."""
+"""The attributes that are compared to prove that two blocks are identical."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_alike(stack: Stack) -> bool:
     return common_leaves(blocks) is not None
 
 
-def test_blocks_that_differ_in_their_own_index_are_alike() -> None:
+def test_blocks_that_differ_only_in_their_index_are_identical() -> None:
     assert is_alike(Stack(4))
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_share_a_module_or_refer_to_one_another_differ() -> None:
     assert not is_alike(refers)
 
 
-def test_what_all_blocks_refer_to_around_them_is_the_same() -> None:
+def test_references_to_the_enclosing_module_are_equal() -> None:
     stack = Stack(4)
     stack.config = Config()
     for block in stack.blocks:
@@ -110,7 +110,7 @@ def test_an_attribute_without_a_value_is_no_proof(make: Callable[[], object]) ->
         structure_of(stack, names(4))
 
 
-def test_a_function_with_arguments_bound_to_it_is_what_these_are() -> None:
+def test_a_partial_function_is_compared_by_its_arguments() -> None:
     stack = Stack(4)
     for index, block in enumerate(stack.blocks):
         block.scale = partial(round, ndigits=2 if index < 3 else 4)

@@ -1,4 +1,5 @@
-"""Which sums of all ranks' samples a gradient is, and what a fix may not excuse."""
+"""Explanations of a gradient as a sum over ranks and samples, and mismatches that no fix
+excuses."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def _sample(gradients: torch.Tensor) -> Sample:
     )
 
 
-def _explained(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix | None]]:
+def _explain_parameter(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix | None]]:
     """Return the hypotheses about one parameter."""
     own = RankGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
     mismatch = Mismatch(
@@ -60,12 +61,12 @@ def _explained(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix
 
 
 def test_shards_that_were_cut_and_not_summed_lack_no_micro_batch_of_one_rank() -> None:
-    assert not _explained(_sample(_cut(DRAWN)))
-    assert not _explained(_sample(_cut(DRAWN.sum(0).expand(2, -1))))
+    assert not _explain_parameter(_sample(_cut(DRAWN)))
+    assert not _explain_parameter(_sample(_cut(DRAWN.sum(0).expand(2, -1))))
 
 
 def test_a_rank_that_is_missing_everywhere_is_no_reduction_that_is_missing() -> None:
-    ((said, _),) = _explained(_sample(_cut(DRAWN[:1].expand(2, -1))))
+    ((said, _),) = _explain_parameter(_sample(_cut(DRAWN[:1].expand(2, -1))))
     assert (said.factor, said.ranks) == ("rank 1 missing", (1,))
 
 
@@ -78,33 +79,33 @@ def test_ranks_sum_over_each_axis_and_over_several_together() -> None:
     assert ranks.separating_axis(range(4)) == ""
 
 
-def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
+def test_partial_sums_over_two_axes_are_named_by_both() -> None:
     axes = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3))}
     ranks = Alone(rank=0, size=4, device=torch.device("cpu"), axes=axes)
     truth = DRAWN_4.sum(0)
     sample = Sample(
         truth=truth, before=torch.zeros_like(truth), gradients=DRAWN_4, basis=DRAWN_4[:, :0, None]
     )
-    ((said, fix),) = _explained(sample, ranks)
+    ((said, fix),) = _explain_parameter(sample, ranks)
     assert said.factor == "missing all-reduce over dp and cp"
     assert fix is not None and torch.allclose(fix.apply("w", sample, 3), truth)
 
 
-def test_the_gradient_of_the_step_before_is_told_alone_and_on_top() -> None:
+def test_the_previous_gradient_is_recognized_alone_and_added() -> None:
     earlier = DRAWN_4[0]
     for factor, gradient in (("stale", earlier), ("previous step added", DRAWN.sum(0) + earlier)):
         sample = Sample(
             truth=DRAWN.sum(0), before=earlier, gradients=gradient.expand(2, -1),
             basis=DRAWN[:, :0, None],
         )  # fmt: skip
-        ((said, fix),) = _explained(sample)
+        ((said, fix),) = _explain_parameter(sample)
         assert said.factor.startswith(factor)
         assert fix is not None and torch.allclose(fix.apply("w", sample, 0), sample.truth)
 
 
 def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missing() -> None:
     missing, wrong = _sample(torch.zeros_like(DRAWN)), _sample(DRAWN)
-    ((_, fix),) = _explained(missing)
+    ((_, fix),) = _explain_parameter(missing)
     assert fix is not None
     for rank in (0, 1):
         assert torch.equal(fix.apply("w", missing, rank), missing.truth)
@@ -123,7 +124,7 @@ def _of_few_elements() -> Sample:
 
 
 def test_a_multiple_of_ranks_with_few_elements_has_several_possible_causes() -> None:
-    said, _ = _explained(_of_few_elements())[0]
+    said, _ = _explain_parameter(_of_few_elements())[0]
     assert "2 times the reference. Possible causes: " in said.sentence
 
 

@@ -1,5 +1,5 @@
-"""The committed tables against the command that writes them, and a stage's passes against those of
-torch."""
+"""The committed tables compared with the command that writes them, and a stage's passes compared
+with torch's."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def cases() -> Iterator[Any]:
         yield pytest.param(part, setting, id=name, marks=marks)
 
 
-def written(part: TablePart, setting: Setting) -> Any:
+def write_tables(part: TablePart, setting: Setting) -> Any:
     maker, _ = write.MAKERS[part]
     return json.loads(json.dumps(maker(setting, None).build()))
 
 
 @pytest.mark.parametrize(("part", "setting"), list(cases()))
-def test_the_committed_tables_are_what_the_command_writes(part, setting):
+def test_the_committed_tables_equal_the_output_of_the_command(part, setting):
     stored = archive.read_table(part, setting.name(part))[setting.way(part)]
     if not torch.__version__.startswith(stored["torch"]):
         pytest.skip(f"traced with torch {stored['torch']}, this is {torch.__version__}")
-    assert written(part, setting) == stored
+    assert write_tables(part, setting) == stored
 
 
 def written_of_cuts(part: TablePart, name: str, ways: list[str]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def of_cuts() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("part", "name", "ways"), list(of_cuts()))
-def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_writes(
+def test_the_committed_tables_of_sharded_operators_equal_the_output_of_the_command(
     ranks, part, name, ways
 ):
     stored = archive.read_table(part, name)
@@ -105,7 +105,7 @@ def over_context() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "make"), list(over_context()))
-def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(name, make):
+def test_the_committed_tables_over_cp_equal_the_output_of_the_command(name, make):
     stored = archive.read_table(TablePart.CONTEXT, name)
     if not all(torch.__version__.startswith(table["torch"]) for table in stored.values()):
         pytest.skip("traced with another torch")
@@ -142,7 +142,7 @@ def test_begin_block_and_end_make_a_stage_of_any_length(name):
 
 
 @pytest.mark.parametrize("place", [Place.MIDDLE, Place.LAST])
-def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
+def test_both_halves_leave_the_memory_of_the_full_backward_pass(place):
     """What is left of the whole pass, handed on, gradients and loss, is left of the halves too;
     there what the graph keeps goes in the end, which is not listed."""
     left = []

@@ -1,4 +1,4 @@
-"""Tensors on the host and in files: where they count, what a move costs, what is left behind."""
+"""Tensors on the host and in files: accounting, the cost of a move, and cleanup."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_scalar_moves_like_any_tensor(tiers, tier):
 
 
 @pytest.mark.parametrize("tier", OFF_DEVICE)
-def test_what_is_put_on_a_tier_is_known_to_belong_to_its_state(tiers, tier):
+def test_a_tensor_on_a_tier_belongs_to_its_state(tiers, tier):
     tag = tiers.registry.tag_of(tiers.empty(8, torch.float32, tier, State.GRADIENTS))
     assert tag is not None and tag.state is State.GRADIENTS
 
@@ -92,7 +92,7 @@ def test_a_view_keeps_its_file(tiers):
     assert place(part) is Tier.FILE
 
 
-def test_a_folder_that_is_not_there_is_said_with_its_path(tmp_path):
+def test_a_missing_folder_is_reported_with_its_path(tmp_path):
     missing = tmp_path / "nowhere"
     tiers = Tiers(torch.device("cpu"), TagRegistry(), str(missing))
     with pytest.raises(SpecError, match=rf"offload.path: {missing}: no such folder") as caught:
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_is_said_with_its_path(tmp_path):
     assert caught.value.faults[0].remedy
 
 
-def test_a_folder_without_room_is_refused_before_anything_is_written(tiers):
+def test_a_full_folder_is_rejected_before_writing(tiers):
     free = os.statvfs(tiers.path)
     elements = free.f_bavail * free.f_frsize  # four times what there is
     with pytest.raises(SpecError, match=r"offload.path: .*"):

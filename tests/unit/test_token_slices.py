@@ -1,5 +1,5 @@
-"""Which tokens a rank has is told by the tokens, also of samples in which they repeat, and
-which part of any tensor."""
+"""A rank's tokens are identified by their values, even if samples repeat, and so is its part of any
+tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_columns_are_known_though_tokens_repeat(cut: str) -> None:
     assert columns_of(tokens, tokens[:, columns]) == columns
 
 
-def test_a_piece_of_an_uneven_cut_is_told() -> None:
+def test_a_piece_of_an_uneven_split_is_recognized() -> None:
     tokens = torch.arange(16).expand(2, 16)
     assert columns_of(tokens, tokens[:, 5:12]) == list(range(5, 12))
 

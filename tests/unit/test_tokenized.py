@@ -59,7 +59,7 @@ def test_texts_rows_of_json_and_of_parquet_become_one_token_file(tmp_path: Path,
     )
 
 
-def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tmp_path: Path):
+def test_tokens_equal_the_tokenizers_with_an_end_token_after_each_document(tmp_path: Path):
     rows = lines(tmp_path / "a.jsonl", [{"said": "w2 w3"}, {"said": "w4 other"}, {"said": ""}])
     words = ["--tokenizer", str(tokenizer(tmp_path)), "--field", "said", "--json"]
     assert main(["tokenize", str(rows), "--out", str(tmp_path / "t.npy"), *words]) == 0
@@ -100,7 +100,7 @@ class Broken(ByteVocabulary):
 
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("has_changed", [False, True])
-def test_what_was_broken_off_goes_on_where_it_stopped(
+def test_an_interrupted_conversion_resumes(
     tmp_path: Path, monkeypatch: Any, at: int, has_changed: bool
 ):
     monkeypatch.setattr(tokenized, "DOCUMENTS", 2)
@@ -148,7 +148,7 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
         ("a.parquet", b"PAR1", "a.parquet: is not a valid Parquet file"),
     ],
 )
-def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
+def test_an_unreadable_input_gives_one_message_and_leaves_no_file(
     tmp_path: Path, capsys: Any, name: str, content: bytes | None, finding: str
 ):
     if name.endswith(".parquet"):
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
     assert not [*tmp_path.glob("t.npy*")]
 
 
-def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
+def test_a_vocabulary_without_an_end_is_rejected(tmp_path: Path, capsys: Any):
     (tmp_path / "a.txt").write_text("w2")
     path = tokenizer(tmp_path, end=None)
     words = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.npy")]
@@ -174,7 +174,7 @@ def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
     assert FileVocabulary(path, "</s>").end == 1
 
 
-def test_a_name_that_is_no_token_file_is_refused_and_nothing_is_overwritten(
+def test_a_name_that_is_no_token_file_is_rejected_and_nothing_is_overwritten(
     tmp_path: Path, capsys: Any
 ):
     text = tmp_path / "a.txt"
@@ -217,7 +217,7 @@ class BrokenFile(FileVocabulary):
         return super().batch(texts)
 
 
-def test_another_tokenizer_begins_anew(tmp_path: Path, monkeypatch: Any):
+def test_another_tokenizer_starts_again(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(tokenized, "DOCUMENTS", 2)
     rows = lines(tmp_path / "a.jsonl", [{"text": "w2 w3"}] * 6)
     path, out = tokenizer(tmp_path), tmp_path / "t.npy"

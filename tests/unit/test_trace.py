@@ -1,4 +1,4 @@
-"""The committed tables are what tracing gives, at any shape, to the byte; and a trace is exact."""
+"""The committed tables equal traces of any shape to the byte, and a trace is exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptrain.traces.facts import facts_of, module_facts, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.saved_tensors import saved_bytes
-from tests.unit.shapes import SHAPES, SMALL_GPT, traced
+from tests.unit.shapes import SHAPES, SMALL_GPT, trace_shape
 from tests.unit.test_memory import Holder
 
 TORCH = {DType.FP32: torch.float32, DType.FP64: torch.float64, DType.BF16: torch.bfloat16}
@@ -45,7 +45,7 @@ def text(shape: ModelShape) -> str:
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS, TIED_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
-        seen = traced(shape, TORCH[compute], batch=batch, sequence=sequence)
+        seen = trace_shape(shape, TORCH[compute], batch=batch, sequence=sequence)
         derived = model_timeline(setting(shape, compute, batch=batch, sequence=sequence))
         assert derived.forward == seen.forward
         assert derived.backward == seen.backward
@@ -53,13 +53,13 @@ def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_gradients_complete_in_the_order_that_the_facts_state(shape):
-    seen = traced(shape, torch.float32)
+    seen = trace_shape(shape, torch.float32)
     order = [item.parameter for item in seen.backward if isinstance(item, Complete)]
     assert tuple(order) == facts(shape, 16).gradient_order
 
 
-def test_the_tracers_own_hooks_allocate_nothing():
-    """The meter, without any hook on the model, sees the same bytes."""
+def test_the_tracers_hooks_allocate_nothing():
+    """The meter counts the same bytes without hooks on the model."""
     model = build_model(ODD_SHAPE, sequence=16)
     cast_module(model, torch.float32)
     tokens = torch.zeros(2, 17, dtype=torch.int64)
@@ -72,7 +72,7 @@ def test_the_tracers_own_hooks_allocate_nothing():
         meter.phase(Phase.BACKWARD, 0)
         loss.backward()
         del loss
-    seen = traced(ODD_SHAPE, torch.float32)
+    seen = trace_shape(ODD_SHAPE, torch.float32)
     level = highest = 0
     for item in seen.forward:
         highest = max(highest, level + getattr(item, "rise", 0))
@@ -126,7 +126,7 @@ def test_an_external_models_facts_come_from_the_module():
     assert sorted(read.gradient_order) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_blocks_that_the_module_lacks_are_refused_as_it_is_read():
+def test_blocks_that_the_module_lacks_are_rejected_as_it_is_read():
     kept = ActivationSpec(by_block=((1, 5, ActivationMode(policy=FULL)),))
     spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
     with pytest.raises(SpecError, match="blocks 1-5, but the model has 2, from 0 to 1"):

@@ -1,4 +1,4 @@
-"""`ptrain select` of a model that no table tells of: what is ranked are its own figures."""
+"""`ptrain select` of a model without tables ranks by the model's figures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_winners_figures_are_those_of_its_spec():
     assert any(lost.best or lost.closed for lost in selection.lost)
 
 
-def test_a_class_of_transformers_is_ranked_by_its_own_figures():
+def test_a_transformers_class_is_ranked_by_its_figures():
     pytest.importorskip("transformers")
     config = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, vocab_size: 261"
     words = [f"model={{hf: LlamaForCausalLM, config: {{{config}, num_attention_heads: 2}}}}"]

@@ -1,5 +1,5 @@
-"""W&B, MLflow and TensorBoard behind one interface, without a network: what they are given, what
-becomes of a training when they fail, and what of the environment they write down."""
+"""W&B, MLflow and TensorBoard behind one interface, without a network: logged values, failures, and
+the logged environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CANARIES = {
 }
 
 
-def tracked(folder: Path, **words: Any) -> TrackedRun:
+def track_run(folder: Path, **words: Any) -> TrackedRun:
     figures = {"peak_bytes": 2048, "sent_bytes": 512}
     return TrackedRun(name="small-1", folder=folder, spec=SPEC, figures=figures, **words)
 
@@ -111,7 +111,7 @@ def test_the_key_names_the_trackers_that_there_are():
 def test_a_tracker_is_given_everything_in_order_and_its_identity_is_kept(tmp_path, monkeypatch):
     recorded = Recorded()
     use(monkeypatch, wandb=recorded)
-    follow({"wandb": tracked(tmp_path)})
+    follow({"wandb": track_run(tmp_path)})
     assert recorded.calls == ALL
     kept = RunFolder(tmp_path).identity("wandb")
     assert kept.read_text() == "new\n" and kept.stat().st_mode & 0o777 == 0o600
@@ -121,19 +121,19 @@ def test_a_tracker_is_given_everything_in_order_and_its_identity_is_kept(tmp_pat
 def test_a_training_that_fails_is_closed_as_failed(tmp_path, monkeypatch):
     recorded = Recorded()
     use(monkeypatch, mlflow=recorded)
-    with pytest.raises(ZeroDivisionError), Trackers({"mlflow": tracked(tmp_path)}):
+    with pytest.raises(ZeroDivisionError), Trackers({"mlflow": track_run(tmp_path)}):
         raise ZeroDivisionError
     assert recorded.calls[-1] == ("close", True)
 
 
 @pytest.mark.parametrize("method", ["begin", "log", "conclude", "close"])
 @pytest.mark.parametrize("fault", [refuse_all, sys.exit], ids=["raises", "exits"])
-def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
+def test_a_failing_tracker_is_one_warning_and_the_others_continue(
     tmp_path, monkeypatch, warnings, method, fault
 ):
     broken, sound = Recorded(method, fault), Recorded()
     use(monkeypatch, wandb=broken, mlflow=sound)
-    follow({"wandb": tracked(tmp_path), "mlflow": tracked(tmp_path)})
+    follow({"wandb": track_run(tmp_path), "mlflow": track_run(tmp_path)})
     assert sound.calls == ALL
     (line,) = warnings
     assert line.startswith("warning: wandb failed and is disabled: ")
@@ -143,7 +143,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
 def test_a_password_in_an_address_is_not_repeated(tmp_path, monkeypatch, warnings, password):
     address = f"https://somebody:{password}@tracking.example:5000/api"
     use(monkeypatch, mlflow=Recorded("begin", lambda: refuse_all(address)))
-    follow({"mlflow": tracked(tmp_path)})
+    follow({"mlflow": track_run(tmp_path)})
     (line,) = warnings
     assert "tracking.example" in line and "canary" not in line
 
@@ -153,18 +153,18 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(tmp_path, monkeypatc
     hanging, sound = Recorded("log", release.wait), Recorded()
     use(monkeypatch, wandb=hanging, mlflow=sound)
     monkeypatch.setattr(journal, "PATIENCE", 0.2)
-    follow({"wandb": tracked(tmp_path), "mlflow": tracked(tmp_path)})
+    follow({"wandb": track_run(tmp_path), "mlflow": track_run(tmp_path)})
     assert hanging.calls == ALL[:1] and sound.calls == ALL
     (line,) = warnings
     assert "wandb" in line and "0.2 s" in line
     release.set()
 
 
-def test_rows_that_nobody_takes_do_not_fill_the_memory(tmp_path, monkeypatch, warnings):
+def test_unread_rows_do_not_fill_the_memory(tmp_path, monkeypatch, warnings):
     release = threading.Event()
     use(monkeypatch, wandb=Recorded("begin", release.wait))
     monkeypatch.setattr(journal, "MOST_CALLS", 4)
-    with Trackers({"wandb": tracked(tmp_path)}) as trackers:
+    with Trackers({"wandb": track_run(tmp_path)}) as trackers:
         for step in range(50):
             trackers.log(step, {})
     (line,) = warnings
@@ -186,7 +186,7 @@ def test_a_continuation_has_the_identity_of_the_run_that_it_continues(tmp_path):
     assert continued_run_id(after, "wandb", "auto", "small") == ""
 
 
-def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
+def test_a_package_that_is_not_installed_is_rejected_with_the_fix(monkeypatch):
     """MLflow is not there, and of TensorBoard a folder of that name."""
     packages = {"wandb": "wandb/__init__.py", "tensorboard": None}
     specs = {name: SimpleNamespace(origin=origin) for name, origin in packages.items()}
@@ -230,7 +230,7 @@ def test_wandb_is_given_the_spec_the_figures_by_step_and_the_verdict(tmp_path, m
     names = ("log", "finish", "define_metric")
     run = SimpleNamespace(summary=summary, **{name: calls.record(name) for name in names})
     module(monkeypatch, "wandb", Settings=dict, init=calls.record("init", run))
-    follow({"wandb": tracked(tmp_path)})
+    follow({"wandb": track_run(tmp_path)})
     (begun,) = [named for _, named in calls.all("init")]
     assert begun["config"] == {**SPEC, "predicted": {"peak_bytes": 2048, "sent_bytes": 512}}
     assert (begun["name"], begun["resume"], begun["dir"]) == ("small-1", "allow", str(tmp_path))
@@ -238,7 +238,7 @@ def test_wandb_is_given_the_spec_the_figures_by_step_and_the_verdict(tmp_path, m
     assert calls.all("log") == [(({"step": step, **row},), {}) for step, row in ROWS]
     assert summary == {"verdict": "holds (3 of 3)"}
     assert calls.all("finish") == [((), {"exit_code": 0})]
-    follow({"wandb": tracked(tmp_path, identity=str(begun["id"]))})
+    follow({"wandb": track_run(tmp_path, identity=str(begun["id"]))})
     again = calls.all("init")[1][1]
     assert (again["id"], again["name"]) == (begun["id"], None)
 
@@ -249,8 +249,8 @@ def test_mlflow_is_given_parameters_once_metrics_by_step_and_the_verdict(tmp_pat
     active = SimpleNamespace(info=SimpleNamespace(run_id="xyz"))
     members = {name: calls.record(name) for name in names}
     module(monkeypatch, "mlflow", start_run=calls.record("start_run", active), **members)
-    follow({"mlflow": tracked(tmp_path)})
-    follow({"mlflow": tracked(tmp_path, identity="xyz")})
+    follow({"mlflow": track_run(tmp_path)})
+    follow({"mlflow": track_run(tmp_path, identity="xyz")})
     (parameters,) = [given[0] for given, _ in calls.all("log_params")]
     assert parameters["train.steps"] == "2" and parameters["predicted.peak_bytes"] == "2048"
     assert parameters["tensor.plan.blocks._.up"] == "x", "no key of MLflow's has a star"
@@ -281,8 +281,8 @@ def test_tensorboard_is_given_scalars_by_step_and_hides_steps_done_again(tmp_pat
     writer = SimpleNamespace(**{name: calls.record(name) for name in names})
     constructor = calls.record("SummaryWriter", writer)
     module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=constructor)
-    follow({"tensorboard": tracked(tmp_path)})
-    follow({"tensorboard": tracked(tmp_path, first=4)})
+    follow({"tensorboard": track_run(tmp_path)})
+    follow({"tensorboard": track_run(tmp_path, first=4)})
     writers = [named for _, named in calls.all("SummaryWriter")]
     assert [named["purge_step"] for named in writers] == [None, 5]
     assert {named["log_dir"] for named in writers} == {str(tmp_path / "events")}
@@ -317,11 +317,11 @@ def require_no_secret(folder: Path) -> None:
         assert not [name for name, secret in CANARIES.items() if secret.encode() in content], path
 
 
-def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, warnings):
+def test_wandb_writes_an_offline_run_that_resumes_without_secrets(offline, warnings):
     pytest.importorskip("wandb")
-    follow({"wandb": tracked(offline)})
+    follow({"wandb": track_run(offline)})
     identity = continued_run_id(RunFolder(offline), "wandb", None, "small")
-    follow({"wandb": tracked(offline, identity=identity, first=2)})
+    follow({"wandb": track_run(offline, identity=identity, first=2)})
     written = sorted(offline.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
     assert identity and written and not warnings
     content = written[0].read_bytes()
@@ -329,11 +329,11 @@ def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, w
     require_no_secret(offline)
 
 
-def test_mlflow_itself_writes_a_run_to_a_file_and_goes_on_with_it(offline, warnings):
+def test_mlflow_writes_a_run_to_a_file_and_resumes_it(offline, warnings):
     mlflow = pytest.importorskip("mlflow")
-    follow({"mlflow": tracked(offline)})
+    follow({"mlflow": track_run(offline)})
     identity = continued_run_id(RunFolder(offline), "mlflow", None, "small")
-    follow({"mlflow": tracked(offline, identity=identity, first=2)})
+    follow({"mlflow": track_run(offline, identity=identity, first=2)})
     assert not warnings
     client = mlflow.MlflowClient(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])
     (run,) = client.search_runs([client.get_run(identity).info.experiment_id])
@@ -345,11 +345,11 @@ def test_mlflow_itself_writes_a_run_to_a_file_and_goes_on_with_it(offline, warni
     require_no_secret(offline.parent)
 
 
-def test_mlflow_whose_server_is_gone_is_a_warning(offline, warnings, monkeypatch):
+def test_mlflow_without_its_server_is_a_warning(offline, warnings, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:canary@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    follow({"mlflow": tracked(offline)})
+    follow({"mlflow": track_run(offline)})
     (line,) = warnings
     assert "mlflow has failed" in line and "canary" not in line
 
@@ -358,7 +358,7 @@ def test_tensorboard_itself_writes_events_that_it_reads(offline, warnings):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    follow({"tensorboard": tracked(offline)})
+    follow({"tensorboard": track_run(offline)})
     events = EventAccumulator(str(offline / "events"))
     events.Reload()
     assert [(row.step, row.value) for row in events.Scalars("loss")] == [(1, 5.5), (2, 5.25)]

@@ -1,4 +1,4 @@
-"""What is said of a trajectory of which no step was explained."""
+"""Explanations of a trajectory of which no step was explained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(name: str, why: str = "") -> Check:
         ("from its own state: loss", Subject.LOSS, 50),
     ],
 )
-def test_what_fails_in_the_own_dtypes_alone_is_named_with_its_step(
+def test_a_failure_in_the_default_dtypes_only_is_named_with_its_step(
     name: str, state: Subject, step: int
 ) -> None:
     found = explain_dtypes(
@@ -31,7 +31,7 @@ def test_what_fails_in_the_own_dtypes_alone_is_named_with_its_step(
     assert (found.state, found.step, found.factor) == (state, step, "in zero16 only")
 
 
-def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() -> None:
+def test_a_reference_that_does_not_learn_is_reported_with_a_fix() -> None:
     checks = [check("loss of every step"), check("reference: learns", "it rose")]
     found = explain_reference(checks, 2)
     assert found is not None
@@ -40,7 +40,7 @@ def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() ->
     assert "optimizer.lr" in found.fix and "--steps" in found.fix
 
 
-def test_where_all_holds_nobody_is_named() -> None:
+def test_a_trajectory_that_holds_names_no_cause() -> None:
     assert (
         explain_reference(
             [check("reference: losses are finite"), check("run: losses are finite", "nan")], 2

@@ -1,4 +1,4 @@
-"""Causes that are proven by a step of its own in which they alone are undone. One process."""
+"""Causes that are proven by a separate step in which only they are undone. One process."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_cause_is_proven_by_a_step_without_it(fault: str, factor: str) -> None
     assert (root_cause.factor, root_cause.certainty) == (factor, Certainty.PROVEN)
 
 
-def test_gradients_that_are_changed_beside_clipping_are_clipped_when_it_is_undone() -> None:
+def test_changed_gradients_are_clipped_when_the_change_is_undone() -> None:
     clip = partial(nn.utils.clip_grad_norm_, max_norm=1e-2)
     for fault, factor in (("one scaled", ", × 2"), ("added", "")):
         root_cause = ptrain.verify(job(clip=clip), job(fault, clip=clip), ROWS).root_cause
@@ -109,7 +109,7 @@ def test_gradients_that_are_changed_beside_clipping_are_clipped_when_it_is_undon
         assert "as in the reference the gradients match" in root_cause.tried
 
 
-def test_gradients_that_backward_leaves_are_not_tried_beside_clipping_by_value() -> None:
+def test_unchanged_gradients_are_not_tried_with_clipping_by_value() -> None:
     clip = partial(nn.utils.clip_grad_value_, clip_value=1e-2)
     root_cause = ptrain.verify(job(clip=clip), job("added", clip=clip), ROWS).root_cause
     assert root_cause is not None
@@ -118,8 +118,8 @@ def test_gradients_that_backward_leaves_are_not_tried_beside_clipping_by_value()
     assert "with the gradients that backward leaves" not in root_cause.tried
 
 
-def test_a_cause_beside_a_wrong_update_is_not_proven() -> None:
-    """With the gradients that backward leaves the update is still another: two things are wrong."""
+def test_a_cause_next_to_a_wrong_update_is_not_proven() -> None:
+    """With the gradients of backward the update still differs: there are two faults."""
     root_cause = ptrain.verify(job(), job("scaled", rate=2e-2), ROWS).root_cause
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == (
@@ -128,8 +128,8 @@ def test_a_cause_beside_a_wrong_update_is_not_proven() -> None:
     assert "the update repeated with them still differs" in root_cause.tried
 
 
-def test_a_multiple_beside_a_wrong_update_is_not_proven_either() -> None:
-    """Of gradients that are changed by arithmetic too the update is repeated."""
+def test_a_multiple_next_to_a_wrong_update_is_not_proven() -> None:
+    """The update is repeated with corrected gradients too."""
 
     def doubled(rate: float) -> Callable[[], ptrain.Job]:
         def made() -> ptrain.Job:
@@ -158,7 +158,7 @@ def test_a_buffer_that_a_recomputation_writes_again_is_proven() -> None:
 
 
 @pytest.mark.parametrize(("more", "certainty"), [(1.0, Certainty.PROVEN), (2.0, Certainty.FITS)])
-def test_another_start_is_proven_only_if_nothing_else_starts_otherwise(
+def test_another_start_is_proven_only_if_nothing_else_differs(
     more: float, certainty: Certainty
 ) -> None:
     """`rows` is a buffer, which the named cause, other weights, does not undo."""
@@ -185,7 +185,7 @@ def test_a_trial_writes_into_the_buffers_themselves() -> None:
     assert own.is_meta
 
 
-def test_a_shard_takes_its_own_elements_of_a_whole_tensor() -> None:
+def test_a_shard_takes_its_elements_of_a_full_tensor() -> None:
     flat = torch.zeros(6)
     shard = ParameterShard("w", flat, torch.Size([2, 4]), torch.tensor([5, 2]), slice(1, 3))
     shard.write(torch.arange(8.0).view(2, 4))
@@ -200,8 +200,8 @@ def test_no_change_is_ruled_out_where_the_step_raises_when_it_is_run_again() -> 
     assert "reproducible" not in verdict.root_cause.tried
 
 
-def test_nothing_is_proven_by_a_step_that_has_come_right_by_itself() -> None:
-    """The first two steps that run are wrong: the next one that is tried is right anyway."""
+def test_a_step_that_became_right_by_itself_proves_nothing() -> None:
+    """The first two steps that run are wrong, so the next one is right in any case."""
     root_cause = ptrain.verify(job(), job("begins"), ROWS).root_cause
     assert root_cause is not None
     assert root_cause.factor.startswith("× 1.5"), root_cause

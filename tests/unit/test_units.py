@@ -1,4 +1,5 @@
-"""Units of every size on modules: the formulas name the same, and tables the same boundaries."""
+"""Wrap units of every size on modules: formulas and modules have the same names, and tables the
+same boundaries."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from ptrain.traces.facts import module_facts
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.pure.test_units import SIZES
-from tests.unit.shapes import SHAPES, SMALL_GPT, traced
+from tests.unit.shapes import SHAPES, SMALL_GPT, trace_shape
 
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
@@ -54,7 +55,7 @@ def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
     "shape", [replace(ODD_SHAPE, layers=5), replace(SMALL_GPT, dropout=0.1)], ids=text
 )
 def test_a_table_gives_the_trace_with_hooks_on_these_units_to_the_byte(shape, size, compute):
-    seen = traced(shape, TORCH[compute], size)
+    seen = trace_shape(shape, TORCH[compute], size)
     played = all_represented(facts(shape, 16, size).units, shape.layers)
     derived = layer_tables.model_timeline(setting(shape, compute, sequence=16), played)
     assert derived.forward == seen.forward
@@ -81,7 +82,7 @@ class Mixed(nn.Module):
         self.empty = nn.Sequential(nn.ReLU())
 
 
-def test_a_sub_block_is_a_child_with_children_parameters_and_a_forward_of_its_own():
+def test_a_sub_block_is_a_child_with_children_parameters_and_a_forward():
     model = nn.Module()
     model.layers = nn.ModuleList([Mixed(), Mixed()])
     assert unit_modules(model, SUB_BLOCK) == (
@@ -110,7 +111,7 @@ def test_blocks_may_be_named():
         ("layers.*.experts", "layers.0.experts is ModuleList, which has no forward call"),
     ],
 )
-def test_a_name_of_no_blocks_is_refused(pattern, finding):
+def test_a_name_of_no_blocks_is_rejected(pattern, finding):
     model = nn.Module()
     model.layers = nn.ModuleList([Mixed(), Mixed()])
     with pytest.raises(SpecError) as caught:

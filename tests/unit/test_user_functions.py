@@ -1,5 +1,5 @@
-"""Losses, steps and datasets that a spec names: what is wrong with one is one message, with place,
-finding and remedy; and each sample is read once, by whoever it belongs to."""
+"""Losses, steps and datasets named in a spec: each mistake is one message with place, finding and
+fix; each sample is read once by its rank."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RETURNED = {
 
 
 @pytest.mark.parametrize("how", RETURNED)
-def test_what_is_no_loss_is_named_by_its_type_and_shape(how):
+def test_an_invalid_loss_is_named_by_its_type_and_shape(how):
     fault = fault_of(spec_of(loss=function("wrong", how=how)))
     assert fault.place == "loss.target" and f"{OWN}:wrong {RETURNED[how]}" in fault.finding
     fault = fault_of(spec_of(step=function("wrong_step", how=how)))
@@ -98,14 +98,14 @@ def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments,
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_step_that_runs_backward_itself_is_refused(detached):
+def test_a_step_that_runs_backward_itself_is_rejected(detached):
     fault = fault_of(spec_of(step=function("backward_step", detached=detached)))
     assert fault.place == "step.target" and "backward_step runs backward: " in fault.finding
     assert fault.remedy.startswith("Return the loss")
 
 
 @pytest.mark.parametrize("how", RETURNED)
-def test_what_is_no_loss_is_refused_at_a_later_call_too(how):
+def test_an_invalid_loss_is_rejected_at_a_later_call(how):
     spec = spec_of(loss=function("later_wrong", how=how, by=[1]), mesh={"dp_shard": 1})
     program = interpret(spec, world=World(), allow_import=True)
     with pytest.raises(SpecError) as caught:
@@ -114,19 +114,19 @@ def test_what_is_no_loss_is_refused_at_a_later_call_too(how):
     assert fault.place == "loss.target" and RETURNED[how] in fault.finding
 
 
-def test_a_step_that_does_without_the_model_is_refused_in_a_loop_of_ones_own():
-    """There nobody runs it before the model is wrapped."""
+def test_a_step_without_the_model_is_rejected_in_a_users_loop():
+    """There it is not run before the model is wrapped."""
     spec = spec_of(step=function("parts_step"), mesh={"dp_shard": 1})
     program = interpret(spec, world=World(), allow_import=True)
     with pytest.raises(SpecError, match=r"step\.target: .*parts_step does not call the model"):
         program.forward_backward(program.samples(0))
 
 
-def test_a_step_may_call_the_model_twice_and_write_into_what_it_gave():
+def test_a_step_may_call_the_model_twice_and_modify_its_output():
     assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
 
 
-def test_a_function_with_other_arguments_is_refused_by_their_names():
+def test_a_function_with_other_arguments_is_rejected_by_their_names():
     fault = fault_of(spec_of(loss=function("z_loss", wait=2)))
     assert fault.place == "loss.arguments"
     assert "cannot be called with output, batch, wait" in fault.finding
@@ -161,20 +161,20 @@ def test_nothing_is_imported_without_leave(section):
         ("items", {"how": "drifting"}, "sample 0 has different values when it is read again"),
     ],
 )
-def test_a_dataset_that_cannot_be_read_is_refused(name, arguments, finding):
+def test_an_unreadable_dataset_is_rejected(name, arguments, finding):
     fault = fault_of(spec_of(data=function(name, **arguments), loss=function("plain")))
     assert fault.place == "data.target" and finding in fault.finding and fault.remedy
 
 
-def test_a_dictionary_must_say_what_the_model_is_given():
+def test_a_dictionary_sample_must_name_the_models_input():
     fault = fault_of(spec_of(data=function("items", how="unnamed"), loss=function("plain")))
     assert fault.place == "data.target"
     assert "the keys image, label" in fault.finding and "step.target=" in fault.remedy
 
 
 @pytest.mark.parametrize("how", ["augmented", "drawn"])
-def test_what_a_sample_draws_of_a_generator_is_the_same_in_every_process(how):
-    """Another process is one whose generators stand elsewhere."""
+def test_draws_of_a_sample_are_equal_in_every_process(how):
+    """Another process has generators in another state."""
     spec = spec_of(data=function("items", how=how), loss=function("plain"))
     named = spec.data.function
     assert named is not None
@@ -244,7 +244,7 @@ def test_over_pp_a_forward_pass_shows_the_vectors_between_blocks():
 
 
 def test_the_last_stage_gives_the_loss_whatever_the_model_does():
-    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    pair = {"model": {"target": "tests.models_invalid:changed", "arguments": {"how": "tuple"}}}
     pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}, "loss": function("of_pair")}
     facts = facts_of(spec_of(**pair, **pp), allow_import=True)
     assert facts.stage_passes[-1][0].output == 4
@@ -265,8 +265,8 @@ def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypat
     assert facts_of(spec, allow_import=True) == real and real.timeline
 
 
-def test_a_model_that_gives_more_than_logits_is_told_of_the_key_and_trained_by_it():
-    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+def test_a_model_with_more_outputs_than_logits_is_answered_with_the_key():
+    pair = {"model": {"target": "tests.models_invalid:changed", "arguments": {"how": "tuple"}}}
     fault = fault_of(spec_of(**pair))
     assert "returned tuple (float32" in fault.finding and "loss.target=" in fault.remedy
     assert facts_of(spec_of(**pair, loss=function("of_pair")), allow_import=True).timeline
@@ -291,7 +291,7 @@ def test_cut_logits_are_gathered_for_a_loss_of_the_users():
         ({"data": {"folder": "x"}}, "data.folder"),
     ],
 )
-def test_what_contradicts_a_function_is_refused(sections, place):
+def test_keys_that_contradict_a_function_are_rejected(sections, place):
     with pytest.raises(SpecError) as caught:
         spec_of(**sections)
     (fault,) = caught.value.faults
@@ -317,7 +317,7 @@ def test_a_resolved_spec_finds_its_functions_from_anywhere(tmp_path):
     assert spec.batch.sequence == 1
 
 
-def test_a_loss_like_ptrains_own_is_ptrains_own():
+def test_a_loss_equal_to_ptrains_is_ptrains():
     ours = facts_of(spec_of(model={"target": "tests.models_external:necks"}), allow_import=True)
     theirs = facts_of(
         spec_of(model={"target": "tests.models_external:necks"}, loss=function("plain")),

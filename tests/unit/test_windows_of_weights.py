@@ -1,4 +1,4 @@
-"""A rank that keeps a part of a published model's tensors reads that part, and nothing else."""
+"""A rank that keeps a part of a published tensor reads only that part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptrain.models.pretrained import weights_of
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from tests.published_folders import saved
+from tests.published_folders import save_folder
 
 pytest.importorskip("transformers")
 SEQUENCE = 16
@@ -31,7 +31,7 @@ def shape_of(folder: Path) -> ModelShape:
     return load("ddp", words).spec.model
 
 
-def drawn(random: Random, shape: tuple[int, ...]) -> Window:
+def random_window(random: Random, shape: tuple[int, ...]) -> Window:
     """Any window, an empty one too."""
     window = []
     for size in shape:
@@ -42,11 +42,11 @@ def drawn(random: Random, shape: tuple[int, ...]) -> Window:
 
 @pytest.mark.parametrize("mapped", [64, 2**24], ids=["row by row", "at once"])
 @pytest.mark.parametrize("case", CASES)
-def test_any_window_of_a_tensor_is_that_of_the_whole_one_and_nothing_else_is_read(
+def test_any_window_of_a_tensor_equals_the_full_tensors_window(
     case: str, mapped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "MOST_MAPPED", mapped)
-    shape = shape_of(saved(case, tmp_path / "in"))
+    shape = shape_of(save_folder(case, tmp_path / "in"))
     module = build_model(shape, sequence=SEQUENCE)
     values, random = InitialValues(module=module, seed=0), Random(0)
     for name, parameter in module.named_parameters():
@@ -54,7 +54,7 @@ def test_any_window_of_a_tensor_is_that_of_the_whole_one_and_nothing_else_is_rea
         everything = torch.full(sizes, math.nan)
         values.write_window(name, sizes, full_window(sizes), everything)
         assert not everything.isnan().any(), name
-        for window in (drawn(random, sizes) for _ in range(4)):
+        for window in (random_window(random, sizes) for _ in range(4)):
             part = torch.full([size for _, size in window], math.nan)
             before = weights_of(shape).bytes_read
             values.write_window(name, sizes, window, part)
@@ -62,8 +62,8 @@ def test_any_window_of_a_tensor_is_that_of_the_whole_one_and_nothing_else_is_rea
             assert weights_of(shape).bytes_read - before == part.nbytes
 
 
-def test_a_master_copy_begins_with_what_the_model_computes_with(tmp_path: Path) -> None:
-    shape = shape_of(saved("llama", tmp_path / "in"))
+def test_a_master_copy_starts_with_the_computed_values(tmp_path: Path) -> None:
+    shape = shape_of(save_folder("llama", tmp_path / "in"))
     module = build_model(shape, sequence=SEQUENCE)
     name, sizes = "embed.weight", tuple(module.embed.weight.shape)
     parts = [torch.empty(sizes) for _ in range(2)]

@@ -1,5 +1,5 @@
-"""What operators compute, by a recorder: against bytes counted by hand, torch's own counter and
-fresh recordings of what the tables tell."""
+"""The work of operators in a recording, compared with hand-counted bytes, torch's counter and new
+recordings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Computed(OperatorMode):
         return result
 
 
-def computed(run: Callable[[], object]) -> list[Operator]:
+def record_work(run: Callable[[], object]) -> list[Operator]:
     with Computed() as seen:
         run()
     return [ran.operator for ran in seen.operators]
@@ -102,11 +102,11 @@ BY_HAND: dict[str, tuple[Callable[[], object], list[tuple[OperatorKind | int, ..
 @pytest.mark.parametrize("name", BY_HAND)
 def test_bytes_are_those_that_an_operator_reads_and_writes(name: str):
     run, expected = BY_HAND[name]
-    assert [(ran.kind, *ran.dimensions) for ran in computed(run)] == expected
+    assert [(ran.kind, *ran.dimensions) for ran in record_work(run)] == expected
 
 
 def test_integers_are_moved_as_fp32_is():
-    assert computed(lambda: INDEX + INDEX) == [Operator(K.POINTWISE, DType.FP32, (3 * 48,))]
+    assert record_work(lambda: INDEX + INDEX) == [Operator(K.POINTWISE, DType.FP32, (3 * 48,))]
 
 
 def backward(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ PRODUCTS: dict[str, Callable[[], object]] = {
 def test_products_have_the_operations_that_torch_counts(name: str):
     with FlopCounterMode(display=False) as counter:
         PRODUCTS[name]()
-    ran = [operator for operator in computed(PRODUCTS[name]) if operator.kind is K.PRODUCT]
+    ran = [operator for operator in record_work(PRODUCTS[name]) if operator.kind is K.PRODUCT]
     assert ran and sum(operator.flops for operator in ran) == counter.get_total_flops()
 
 
@@ -138,7 +138,7 @@ def test_a_convolution_in_groups_is_a_product_for_each():
     def grouped(x: Tensor, weight: Tensor) -> Tensor:
         return F.conv1d(x, weight, groups=2)
 
-    ran = computed(lambda: backward(grouped, (2, 6, 9), (4, 3, 3)))
+    ran = record_work(lambda: backward(grouped, (2, 6, 9), (4, 3, 3)))
     assert [operator.dimensions for operator in ran if operator.kind is K.PRODUCT] == [
         (2, 2 * 7, 3 * 3, 2),
         (2, 2 * 7, 2, 3 * 3),
@@ -146,7 +146,7 @@ def test_a_convolution_in_groups_is_a_product_for_each():
     ]
 
 
-def test_a_custom_operator_does_not_say_what_it_computes():
+def test_a_custom_operator_has_unknown_work():
     @torch.library.custom_op("theirs::double", mutates_args=())
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -173,7 +173,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(*case, marks=marks, id="-".join(case))
 
 
-def whole(layer: LayerWork) -> LayerWork:
+def without_views(layer: LayerWork) -> LayerWork:
     """Without the halves of backward, which the trace of a whole model lacks, and without views:
     what is around a layer looks at its tensors too."""
     return LayerWork(forward=computing(layer.forward), backward=computing(layer.backward))
@@ -192,20 +192,20 @@ def views(work: PassWork) -> int:
 
 
 @pytest.mark.parametrize(("model", "attention", "kept"), list(cases()))
-def test_the_tables_tell_what_a_fresh_recording_does(model: str, attention: str, kept: str):
-    """At dimensions of which none is a table's, and in another dtype than it was traced in."""
+def test_the_tables_equal_a_new_recording(model: str, attention: str, kept: str):
+    """At dimensions of no table, and in another dtype."""
     spec = spec_of(model, kept, "whole", attention=attention)
     derivation = derive(spec)
     told = model_work(spec, derivation.plan, derivation.facts)
     recorded = read_facts(spec).work
     assert told is not None and recorded is not None
     pairs = zip(parts(told), parts(recorded.to_model), strict=True)
-    assert all(whole(table) == whole(recording) for table, recording in pairs)
+    assert all(without_views(table) == without_views(recording) for table, recording in pairs)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt"])
-def test_the_tables_know_how_often_a_layer_looks_at_a_tensor_in_another_way(model: str):
-    """Give or take what stands around it: two or three."""
+def test_the_tables_count_the_views_of_a_layer(model: str):
+    """Except for two or three at its boundary."""
     spec = spec_of(model, "R", "whole")
     derivation = derive(spec)
     told = model_work(spec, derivation.plan, derivation.facts)
@@ -228,17 +228,19 @@ def of_facts(facts: ModelFacts) -> ModelWork:
     return work.to_model
 
 
-def test_the_stages_of_a_model_compute_what_the_whole_does():
-    """Layer by layer; and what is computed is what torch counts, forward and backward together."""
+def test_the_stages_of_a_model_compute_the_work_of_the_full_model():
+    """Layer by layer; torch counts the same for forward and backward together."""
     spec = test_chain.spec_of({"target": "tests.models_external:pairs"})
     facts = read_facts(spec, allow_import=True)
     assert facts.work is not None
     work, alone = of_facts(facts), facts.work.to_model
     assert len(work.layers) == len(alone.layers) == len(facts.blocks)
-    assert [whole(layer) for layer in work.layers] == [whole(layer) for layer in alone.layers]
+    assert [without_views(layer) for layer in work.layers] == [
+        without_views(layer) for layer in alone.layers
+    ]
     assert computing(work.front.forward) == computing(alone.front.forward)
     assert model_work(spec, derive(spec, facts).plan, facts) == work
-    model = test_chain.made(spec)
+    model = test_chain.build_model_of(spec)
     with FlopCounterMode(display=False, custom_mapping=NOT_REGISTERED) as counter:
         logits = model(torch.zeros(1, 16, dtype=torch.int64))
         logits.sum().backward()
@@ -246,7 +248,7 @@ def test_the_stages_of_a_model_compute_what_the_whole_does():
     assert own == counter.get_total_flops()
 
 
-def test_of_a_model_whose_layers_are_no_units_the_first_one_bears_it_all():
+def test_a_model_without_unit_layers_attributes_all_work_to_the_first_unit():
     spec = load(
         {
             "model": {"target": "tests.models_external:pairs"},
@@ -283,7 +285,7 @@ def passes_over_context(
     return forward, backward
 
 
-def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
+def test_a_hop_of_a_ring_is_awaited_after_the_overlapped_product():
     passes = passes_over_context(partial(RingCore, scale=None, is_balanced=False))
     for work, kind, hops in zip(passes, (K.ATTENTION, K.ATTENTION_BACKWARD), (1, 3), strict=True):
         sent = [place for place, item in enumerate(work) if isinstance(item, InnerCollective)]

@@ -1,4 +1,4 @@
-"""Which device a rank takes: all ranks of a node choose alike, or they would never meet."""
+"""The device of a rank: all ranks of a node choose consistently."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_with_fewer_gpus_than_ranks_all_ranks_take_the_cpu_and_gloo(rank, num_gp
     assert chosen == {(torch.device("cpu"), "gloo")}
 
 
-def test_with_a_gpu_for_each_every_rank_takes_its_own_and_nccl(rank):
+def test_with_enough_gpus_every_rank_takes_a_different_one_and_nccl(rank):
     chosen = [rank(number, num_local=2, num_gpus=2) for number in range(2)]
     assert chosen == [(torch.device("cuda", number), "nccl") for number in range(2)]
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_refused(rank):
+def test_a_requested_missing_gpu_is_rejected(rank):
     with pytest.raises(SpecError, match="found 1, but this is local rank 1"):
         rank(1, num_local=2, num_gpus=1, device="cuda")
 
 
-def test_ranks_that_share_a_gpu_tell_nccl_that_they_are_on_different_hosts(rank, monkeypatch):
+def test_ranks_that_share_a_gpu_report_different_hosts_to_nccl(rank, monkeypatch):
     monkeypatch.setenv("PTRAIN_SHARE_GPUS", "1")
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")  # so that it is gone after the test
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_gpu_tell_nccl_that_they_are_on_different_hosts(rank,
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_an_environment_that_holds_no_number_is_refused_by_name(monkeypatch, name):
+def test_an_environment_that_holds_no_number_is_rejected_by_name(monkeypatch, name):
     good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     for each, value in {**good, name: "one"}.items():
         monkeypatch.setenv(each, value)

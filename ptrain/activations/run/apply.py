@@ -267,7 +267,7 @@ class OffloadHooks:
         away = OffloadedStorage(held, owner.tier, self.tiers, self.streams)
         # Weak: the copy is freed with the last saved view, that is, as backward proceeds.
         owner.offloaded.append(weakref.ref(away))
-        # The version tells whether the storage was written to after the copy, for example by an
+        # The version shows whether the storage was written to after the copy, for example by an
         # in-place operator on a saved tensor.
         self._known[held.untyped_storage()] = held._version, weakref.ref(away)
         return away
@@ -456,7 +456,7 @@ class _Streams:
 
     def wait_for(self, event: Any) -> None:
         """Make computation on the device wait for the event."""
-        # The stream waits and not the host, which goes on launching kernels.
+        # The stream waits and not the host, which continues to launch kernels.
         torch.cuda.current_stream(self.device).wait_event(event)
 
 

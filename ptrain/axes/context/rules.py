@@ -156,7 +156,7 @@ def _legal_degrees(
     return [
         d
         for d in divisors(cut)
-        # More than a few times the ranks that were asked for is no useful suggestion.
+        # More than a few times the requested ranks is no useful suggestion.
         if d <= 4 * ranks and sequence % (_chunks_per_rank(attention) * d) == 0
     ]
 

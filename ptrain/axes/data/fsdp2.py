@@ -3,7 +3,7 @@
 torch 2.15 moved three parts of torch/distributed/fsdp/_fully_shard into separate functions. A
 reference ends sooner in two of them (`release_all_gather_state_for_comm_reuse`,
 `_take_unsharded_grads_to_reduce`), and autograd does the work of the third
-(`_set_unsharded_grad_dtypes`). `tests/unit/test_fsdp2_habits.py` checks the table against the
+(`_set_unsharded_grad_dtypes`). `tests/unit/test_fsdp2_behavior.py` checks the table against the
 installed torch.
 """
 

@@ -100,7 +100,7 @@ def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 class _TokenSlices(NamedTuple):
-    """Ranks that have shards of the same samples, each of so many contiguous ranges."""
+    """Ranks that have shards of the same samples, each with this many contiguous ranges."""
 
     group: Group
     stretches: int

@@ -1,6 +1,6 @@
 """Simulates the update of tensors that stay in place, for any wrap.
 
-The training code of the update (`optimizers.update`) runs on ghost tensors, once for each kind of
+The training code of the update (`optimizers.update`) runs on fake tensors, once for each kind of
 unit. A single device has no wrapper: only autograd and the optimizer allocate.
 
 DistributedDataParallel has gradient buckets that always live. They are filled in the order in which

@@ -239,8 +239,8 @@ class Averages:
         """Add a mismatch for each average that differs from the reference's.
 
         The difference is relative to the average's total change, or to its rounding if it hardly
-        moved. An average that stood still although most elements of the reference's moved differs
-        by 1.
+        moved. An average that did not change although most elements of the reference's moved
+        differs by 1.
         """
         now = self._copy_values()
         for name, (own, right) in now.items():

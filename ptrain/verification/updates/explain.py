@@ -451,7 +451,7 @@ class UpdateExplainer:
             if its.subject is Subject.OPTIMIZER or (its.rank, its.name) in written
         ]
         proof = f"the optimizers' own results match the reference to {mismatch.worst:.2g}"
-        if not rows:  # the reference's parameters are not what its own optimizer left
+        if not rows:  # the reference's parameters differ from the result of its optimizer
             rows = [(its.rank, its.name) for its in self.mismatches]
         is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
         state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS

@@ -1,10 +1,10 @@
-"""A unit's flat buffer: all its tensors in one, padded so that the ranks that cut it divide it.
+"""The flat buffer of a unit: all its tensors in one, padded so that the ranks divide it.
 
 In memory it is [dp_shard, the axes inside it, dp_replicate, c]: the shard over dp_shard is a
-contiguous piece, that over the next axis too a contiguous piece of it. A group over several axes
-counts its ranks in mesh order (the outermost axis slowest), where dp_replicate comes first; where
-the two orders differ torch's collectives, that know contiguous parts only, need a permuted copy.
-"""
+contiguous piece, and the shard over the next axis a contiguous piece of that. A group over several
+axes counts its ranks in mesh order (the outermost axis slowest), in which dp_replicate comes first.
+If the two orders differ, torch's collectives need a permuted copy, because they only support
+contiguous parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Sizes are in elements; `cut` are the axes along which a shard is one rank's part."""
+    """A flat buffer with sizes in elements; `cut` are the axes that shard it."""
 
     padded: int
     memory: Axes  # that cut any state, as they lie in memory
@@ -29,8 +29,8 @@ class Buffer:
 
     @classmethod
     def of(cls, spec: Spec, step: FlatUnits, numel: int, axes: Axes | None = None) -> Buffer:
-        """The buffer of `numel` elements that is cut along `axes` (of a unit: along all axes
-        along which any of its states is)."""
+        """Return the buffer of `numel` elements that is sharded along `axes` (for a unit: all axes
+        along which any of its states is sharded)."""
         if axes is None:
             axes = (*step.parameters, *step.optimizer, *step.gradients)
         memory = in_memory(axes)
@@ -38,16 +38,16 @@ class Buffer:
         return cls(padded_flat(numel, math.prod(degrees[a] for a in memory)), memory, degrees)
 
     def shard(self, cut: Axes) -> int:
-        """Elements of a shard."""
+        """Return the elements of a shard."""
         return self.padded // math.prod(self.degrees[axis] for axis in {*cut})
 
     def permuted(self, cut: Axes, over: Axes) -> int:
-        """Elements of the copy that a collective along `over` makes of a shard over `cut`: none
-        where the group's parts lie one after the other in it."""
+        """Return the elements of the copy that a collective along `over` makes of a shard over
+        `cut`: 0 if the group's parts are consecutive in it."""
         return 0 if lies_in_group_order(self.memory, cut, over) else self.shard(cut)
 
     def copied(self, had: Axes, cut: Axes) -> int:
-        """Elements that are copied to take the shard over `had` and `cut` from one over `had`: none
-        where it is a contiguous piece."""
+        """Return the elements that are copied to take the shard over `had` and `cut` from one over
+        `had`: 0 if it is a contiguous piece."""
         new, parts = {*cut} - {*had}, exclude_axes(self.memory, had)
         return 0 if {*parts[: len(new)]} == new else self.shard((*had, *cut))

@@ -1,9 +1,8 @@
-"""What the closed forms of the data axes know of a model: the sizes of its units, in a chain.
+"""The model of the closed forms of the data axes: the sizes of its units, in a chain.
 
-A forward pass is root(block 1, …, block n), a backward pass the reverse: the root is used first and
-given up last, and of its gradients the head's come first and the embedding's last. The model's own
-activations are nobody's here.
-"""
+A forward pass is root(block 1, …, block n), and a backward pass the reverse: the root is used first
+and released last. Of its gradients the head's come first and the embedding's last. Activations of
+the model are not included."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ Resident = dict[State, Counter[Tier]]  # bytes
 
 
 class NoClosedForm(ValueError):
-    """A setting for which there is no formula; the message says why."""
+    """An error for a setting without a formula, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainUnit:
-    """What is gathered and reduced together: the shapes of its tensors, in elements. `is_apart`: it
-    is a layer's experts, of which along one axis each rank has others."""
+    """A wrap unit: the shapes of its tensors, in elements. `is_apart` marks a layer's experts,
+    which differ between the ranks of one axis."""
 
     shapes: tuple[Shape, ...]
     is_root: bool = False
@@ -33,16 +32,16 @@ class ChainUnit:
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each tensor."""
+        """Return the elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
+        """Return the elements of all tensors."""
         return sum(self.numels)
 
     def is_hidden(self, shape: Shape) -> bool:
-        """Return whether a tensor of this shape is a matrix within the model: what Muon is for."""
+        """Return True for a matrix within the model, which Muon updates."""
         return len(shape) == 2 and not self.is_root
 
 
@@ -64,31 +63,31 @@ class UnitChain:
 
     @property
     def units(self) -> tuple[ChainUnit, ...]:
-        """In the order in which they are wrapped and updated: the root last."""
+        """Return the units in the order of wrapping and update: the root last."""
         return (*self.blocks, self.root)
 
     @property
     def tensors(self) -> tuple[Shape, ...]:
-        """The shapes of all tensors, unit by unit."""
+        """Return the shapes of all tensors, unit by unit."""
         return tuple(shape for unit in self.units for shape in unit.shapes)
 
     @property
     def numel(self) -> int:
-        """P, the number of parameters."""
+        """Return P, the number of parameters."""
         return sum(unit.numel for unit in self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlace:
-    """A micro-batch of a step: the first, the last, one between them, or the only one. All between
-    the first and the last find and leave the same."""
+    """The position of a micro-batch in a step: first, last, in between, or only. All in between
+    start and end in equal states."""
 
     is_first: bool
     is_last: bool
 
 
 def micro_batches(count: int) -> tuple[MicroBatchPlace, ...]:
-    """The different ones of `count` micro-batches, in order."""
+    """Return the distinct positions of `count` micro-batches, in order."""
     if count == 1:
         return (MicroBatchPlace(True, True),)
     between = (MicroBatchPlace(False, False),) if count > 2 else ()

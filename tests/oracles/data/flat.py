@@ -1,5 +1,5 @@
-"""Flat units in closed form: what they are, their resident bytes by tier, and what is gathered when
-a forward pass is over."""
+"""Flat units in closed form: resident bytes by tier, and gathered units at the end of a forward
+pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.oracles.data.update import UnitUpdate, UpdateTarget
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatUnit:
-    """One unit that has parameters."""
+    """A unit with parameters."""
 
     unit: ChainUnit
     parameters: ParametersForm
@@ -40,7 +40,7 @@ class FlatUnit:
         return self.unit.is_root
 
     def moments(self, kind: MicroBatchPlace) -> Moments:
-        """Return the bytes of its G at the moments of such a micro-batch."""
+        """Return the bytes of its gradients at the moments of such a micro-batch."""
         return self.gradients.moments(is_first=kind.is_first, is_last=kind.is_last)
 
 
@@ -55,7 +55,7 @@ class FlatUnitsForm:
 
     @cached_property
     def units(self) -> tuple[FlatUnit, ...]:
-        """In the order of wrapping and update, the root last; units without parameters left out."""
+        """Return the units with parameters in the order of wrapping and update, the root last."""
         return tuple(self._unit(unit) for unit in self.chain.units if unit.numel)
 
     def _unit(self, unit: ChainUnit) -> FlatUnit:
@@ -70,12 +70,12 @@ class FlatUnitsForm:
 
     @property
     def entered(self) -> tuple[FlatUnit, ...]:
-        """In the order of use in a forward pass: the root first."""
+        """Return the units in the order of a forward pass: the root first."""
         return tuple(sorted(self.units, key=lambda unit: not unit.unit.is_root))
 
     def resident(self) -> Resident:
-        """Theta and Omega after the update, G at the end of the last backward pass: bytes by tier,
-        alike on all ranks."""
+        """Return bytes by tier, equal on all ranks: parameters and optimizer state after the
+        update, gradients at the end of the last backward pass."""
         step, layout = self.step, self.plan.update.layout
         theta, omega, gradients = Counter[Tier](), Counter[Tier](), Counter[Tier]()
         for unit in self.units:
@@ -95,11 +95,11 @@ class FlatUnitsForm:
         return unit.moments(last).after
 
     def transient(self) -> int:
-        """Bytes of gathered units at the end of the last forward pass: those that stay."""
+        """Return the bytes of units that stay gathered at the end of the last forward pass."""
         return sum(unit.parameters.whole for unit in self.units if unit.parameters.stays)
 
 
 def _kept(target: UpdateTarget) -> int:
-    """Bytes that a rank keeps of one target's state."""
+    """Return the bytes of one target's state on a rank."""
     master = target.master.part if target.master else 0
     return master + sum(tensor.part for tensor in target.state)

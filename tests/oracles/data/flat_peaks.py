@@ -1,11 +1,10 @@
 """The peaks of flat units in closed form: by phase the largest of explicit sums over a chain.
 
-Prefetch begins the gathers of the next units in the order of use, which then are whole (and more,
-while they are on their way) beside the unit in use. A reduction beside the backward pass is awaited
-when the next one begins, and so lives through the next unit's backward. In a unit's turn the units
-behind it have given up what they do not keep, those before it have not begun, and the root around
-them is whole and open.
-"""
+Prefetch starts the gathers of the next units in the order of use, whose full parameters (and
+communication buffers until the wait) then coexist with the unit in use. An overlapped reduction is
+awaited when the next one starts, so it lives through the next unit's backward. During a unit's
+turn, later units in this order have released their transient memory, earlier ones have not started,
+and the root around them is gathered."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FLAG_BYTES = 4  # fp32: whether a gradient of a scaled loss overflowed
 
 
 def flat_peaks(flat: FlatUnitsForm) -> dict[Phase, int]:
-    """Device bytes above what lives always (Theta and Omega as they are stored), by phase."""
+    """Return device bytes above the resident parameters and optimizer state, by phase."""
     kinds = micro_batches(flat.plan.accumulate.micro_batches)
     return {
         Phase.FORWARD: max(max(_forward(flat, kind)) for kind in kinds),
@@ -76,22 +75,22 @@ class _Backward:
 
     @property
     def root(self) -> tuple[FlatUnit, ...]:
-        """It alone, or nothing where it has no parameters."""
+        """Return the root in a list, or an empty list if it has no parameters."""
         return tuple(unit for unit in self.flat.units if unit.is_root)
 
     @property
     def releases(self) -> bool:
-        """Whether a unit that is done gives its whole Theta back."""
+        """Return True if a finished unit frees its gathered parameters."""
         return self.kind.is_last or self.flat.step.sync.reshard_after_backward
 
     def _rest(self, unit: FlatUnit) -> int:
-        """Of a unit's G when it is done; where that is used up, of its update."""
+        """Return the bytes of a finished unit's gradients; if they are consumed, of its update."""
         consumed = self.flat.step.consumed
         return unit.update.stays if consumed else unit.moments(self.kind).after
 
     def _autograd(self, unit: FlatUnit, tensors: Iterable[int]) -> int:
-        """Bytes of the largest gradient that stands beside the buffer: a tensor of its own, or a
-        copy, which autograd makes unless it adds what is not fresh in place."""
+        """Return the bytes of the largest gradient in addition to the buffer: a separate tensor, or
+        the copy that autograd makes unless it adds a view in place."""
         layout, numels = self.flat.plan.update.layout, unit.unit.numels
         is_added = layout.parameters is layout.reduced and not unit.moments(self.kind).is_anew
         if is_added and not self.flat.chain.is_fresh:
@@ -117,7 +116,7 @@ class _Backward:
         for root in self.root:
             late = {*range(len(root.unit.numels))} - self.flat.chain.head
             yield from self._turn(root, done, held, blocks[:1], late)
-        # what is in flight at last is awaited
+        # the last transfer is awaited
         finished = (*self.root, *blocks)[:1]
         held = 0 if self.releases else _whole(self.flat.units)
         for unit in finished:
@@ -125,8 +124,8 @@ class _Backward:
             yield held + others + (self._flying(finished) and unit.moments(kind).keeping)
 
     def _block(self, place: int) -> Iterator[int]:
-        """First the gathers, beside those that were begun in the turn before; the root begins
-        none, as nothing was used before it."""
+        """Return the peak of a block's turn: first the gathers, in addition to those started in the
+        turn before. The root starts none, as no unit was used before it."""
         kind, blocks, ahead = self.kind, self.blocks, self.flat.step.prefetch
         unit, earlier, done = blocks[place], blocks[:place], blocks[place + 1 :]
         stay = [other for other in earlier if other.parameters.stays]
@@ -146,7 +145,7 @@ class _Backward:
         yield from self._turn(unit, gradients, held, done[:1], tensors)
 
     def _flying(self, finished: Sequence[FlatUnit]) -> int:
-        """Bytes of a reduction that is not awaited yet, above what it leaves."""
+        """Return the bytes of a pending reduction above its result."""
         if self.flat.step.consumed:
             return 0
         gradients = (unit.moments(self.kind) for unit in finished)
@@ -160,8 +159,9 @@ class _Backward:
         finished: Sequence[FlatUnit],
         tensors: Iterable[int],
     ) -> Iterator[int]:
-        """A unit's gradients arrive, and it is finished; `gradients` and `held` are the others' G
-        and Theta. What the unit before left in flight is awaited first."""
+        """Return the peak while a unit's gradients arrive and it finishes; `gradients` and `held`
+        are the gradients and parameters of the others. The pending reduction of the previous unit
+        is awaited first."""
         moments, flies = unit.moments(self.kind), self._flying(finished)
         beside = gradients + held + unit.parameters.whole
         yield beside + flies + moments.opened + self._autograd(unit, tensors)
@@ -178,14 +178,14 @@ class _Backward:
 
 
 def _next(earlier: Sequence[FlatUnit], ahead: int) -> list[FlatUnit]:
-    """Of the blocks before this one the last so many, if they are to be gathered again."""
+    """Return the given number of blocks before this one, if they are gathered again."""
     near = earlier[max(0, len(earlier) - ahead) :] if ahead > 0 else ()
     return [unit for unit in near if not unit.parameters.stays]
 
 
 def _update(flat: FlatUnitsForm) -> Iterator[int]:
-    """First each unit's G becomes what the update wants, in turn; then their norm; then the units
-    are updated in turn, beside every G and what of the units before is on its way."""
+    """Return the peak of the update: each unit's gradients are prepared in turn, then the norm is
+    computed, then the units are updated in turn."""
     units, last = flat.units, micro_batches(flat.plan.accumulate.micro_batches)[-1]
     if flat.step.consumed:
         yield sum(unit.update.stays for unit in units)
@@ -207,7 +207,8 @@ def _update(flat: FlatUnitsForm) -> Iterator[int]:
 
 
 def _norm(flat: FlatUnitsForm, *, is_on_device: bool) -> tuple[int, int]:
-    """Of the units' shards; off the device only the scalar that is reduced comes there."""
+    """Return the bytes of the norm of the units' shards; if they are off the device, only the
+    reduced scalar is on it."""
     clip = flat.plan.clip
     if is_on_device:
         return norm(flat.spec, flat.plan, flat.chain, len(flat.units))

@@ -1,10 +1,10 @@
 """Traffic of flat units in one steady step in closed form: calls and bytes of each collective and
 of each copy between tiers.
 
-A state on another tier is copied wherever the device needs it: Theta's part for each use, G's part
-when it is kept, reduced further or used, Omega's for an update on the device; a file is read and
-written through the host. A collective counts the bytes of the full tensor of its group.
-"""
+A state on another tier is copied for every use on the device: the parameter shard for each use, the
+gradient shard when it is stored, reduced further or used, the optimizer state for an update on the
+device. A file is read and written through the host. A collective counts the bytes of the full
+tensor of its group."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ READ, WRITE = Collective.FILE_READ, Collective.FILE_WRITE
 
 
 def copies(what: Collective, state: State, phase: Phase, size: int, times: int = 1) -> Traffic:
-    """So many copies of `size` bytes between two tiers."""
+    """Return this many copies of `size` bytes between two tiers."""
     key = TrafficKey(axes=(), collective=what, state=state, phase=phase)
     return Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0)
 
 
-def flat_sent(flat: FlatUnitsForm) -> Iterator[Traffic]:
-    """Yield what one rank sends and copies, unit by unit; then the scalars of G on another tier."""
+def flat_traffic_rows(flat: FlatUnitsForm) -> Iterator[Traffic]:
+    """Yield the traffic and copies of one rank, unit by unit; then the scalars of gradients on
+    another tier."""
     for unit in flat.units:
-        sender = _Sender(flat, unit)
+        sender = _UnitTraffic(flat, unit)
         yield from (row for row in sender.rows() if row.calls)
     yield from _scalars(flat)
 
 
 def _scalars(flat: FlatUnitsForm) -> Iterator[Traffic]:
-    """The norm is reduced on the device and used on the host, the flag of an overflow too; of a
-    scaled loss the host needs flag and scale where it clips or updates."""
+    """Yield scalar traffic: the norm is reduced on the device and used on the host, and so is the
+    overflow flag; for a scaled loss the host needs flag and scale for clipping and update."""
     step, layout, clip = flat.step, flat.plan.update.layout, flat.plan.clip
     on_host = step.gradients_tier is not Tier.DEVICE
     state, phase = State.GRADIENTS, Phase.UPDATE
@@ -62,8 +63,8 @@ def _scalars(flat: FlatUnitsForm) -> Iterator[Traffic]:
 
 
 @dataclass(frozen=True)
-class _Sender:
-    """One unit's step."""
+class _UnitTraffic:
+    """The traffic of one unit in a step."""
 
     flat: FlatUnitsForm
     unit: FlatUnit
@@ -78,7 +79,7 @@ class _Sender:
 
     @property
     def updating(self) -> Phase:
-        """When the unit is updated: where its gradients are used up, in its backward."""
+        """Return the phase of the unit's update: backward if its gradients are consumed there."""
         return Phase.BACKWARD if self.step.consumed else Phase.UPDATE
 
     def rows(self) -> Iterator[Traffic]:
@@ -99,7 +100,7 @@ class _Sender:
         size: int,
         times: int = 1,
     ) -> Traffic:
-        """So many collectives along `over`, of a full tensor of `size` bytes."""
+        """Yield this many collectives along `over`, of a full tensor of `size` bytes."""
         via = None
         if what is Collective.REDUCE_SCATTER and self.step.reduce_scatter is not (
             ReduceScatterVia.NATIVE
@@ -110,8 +111,8 @@ class _Sender:
         return Calls(what, state, phase, times, via).traffic(Group(axes, ranks), size)
 
     def _uses(self) -> Iterator[Traffic]:
-        """Theta is brought for a pass that does not find it whole: read, copied, gathered. The
-        first use completes what the update left open."""
+        """Yield the traffic that makes parameters available for a pass: reads, copies, gathers. The
+        first use completes the gather that the update left open."""
         theta, step, state = self.unit.parameters, self.step, State.PARAMETERS
         gather = Collective.ALL_GATHER
         if theta.left_open:
@@ -129,8 +130,8 @@ class _Sender:
                 yield self._call(gather, step.parameters, state, phase, theta.whole, count)
 
     def _reductions(self) -> Iterator[Traffic]:
-        """In backward G is reduced to shards, and kept where it lives; with overlap what the
-        update would reduce first is reduced after the last micro-batch."""
+        """Yield the reductions of gradients to shards in backward and their storage; with overlap
+        the update's first reduction follows the last micro-batch."""
         step, gradients, layout = self.step, self.unit.gradients, self.flat.plan.update.layout
         buffer, state, phase = gradients.buffer, State.GRADIENTS, Phase.BACKWARD
         count = (
@@ -157,7 +158,7 @@ class _Sender:
                 yield self._call(Collective.ALL_REDUCE, partial, state, phase, size)
 
     def _preparation(self) -> Iterator[Traffic]:
-        """What remains to be reduced or gathered before the update, on the device."""
+        """Yield the remaining reductions or gathers before the update, on the device."""
         plan, gradients, state = self.unit.preparation, self.unit.gradients, State.GRADIENTS
         phase, itemsize = self.updating, self.flat.plan.update.layout.gradients.itemsize
         if self.step.gradients_tier is Tier.FILE:
@@ -176,7 +177,8 @@ class _Sender:
             yield copies(TO_HOST, state, phase, ready)
 
     def _gradient(self) -> Iterator[Traffic]:
-        """G to where the update is, gathered if it is for that."""
+        """Yield the move of the gradients to the update's tier, and their gather if the update
+        needs it."""
         step, gradients, update = self.step, self.unit.gradients, self.unit.update
         state, phase = State.GRADIENTS, self.updating
         itemsize, final = (
@@ -193,7 +195,8 @@ class _Sender:
             yield copies(TO_HOST, state, phase, used)
 
     def _optimizer(self) -> Iterator[Traffic]:
-        """Master copies, moments and counters of each target, there and back."""
+        """Yield the moves of master copies, moments and counters of each target, in both
+        directions."""
         for target in self.unit.update.targets:
             for tensor in (*((target.master,) if target.master else ()), *target.state):
                 yield from self._fetched(tensor)
@@ -217,7 +220,8 @@ class _Sender:
             yield copies(WRITE, state, phase, tensor.part)
 
     def _value(self) -> Iterator[Traffic]:
-        """Theta's own part to where it is updated: read, gathered where Theta is cut further."""
+        """Yield the move of the parameter shard to the update: read, and gathered if parameters are
+        sharded further."""
         step, update, theta = self.step, self.unit.update, self.unit.parameters
         state, phase, itemsize = State.PARAMETERS, self.updating, theta.dtype.itemsize
         if update.has_master:
@@ -240,7 +244,8 @@ class _Sender:
             yield copies(TO_DEVICE if update.is_on_device else TO_HOST, state, phase, part)
 
     def _stored(self) -> Iterator[Traffic]:
-        """The updated value to where Theta is: gathered on the device where Theta is wider."""
+        """Yield the move of the updated value to the parameters: gathered on the device if they are
+        wider."""
         step, update, theta = self.step, self.unit.update, self.unit.parameters
         state, phase, itemsize = State.PARAMETERS, self.updating, theta.dtype.itemsize
         if step.materialized:

@@ -1,4 +1,4 @@
-"""FSDP2 in closed form, by unit, with what is known of torch/distributed/fsdp/_fully_shard.
+"""FSDP2 in closed form, by unit, following torch/distributed/fsdp/_fully_shard.
 
 A gather (`_fsdp_collectives.foreach_all_gather`) receives the unit into one buffer, from which
 `foreach_all_gather_copy_out` makes the parameters: twice the unit. In forward that buffer lives
@@ -46,7 +46,7 @@ from tests.oracles.data.optimizer import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedUnit:
-    """Sizes of one unit that `ranks` shard by rows of dim 0, with so many `replicas`."""
+    """The sizes of a unit that `ranks` shard by rows of dim 0, with `replicas`."""
 
     unit: ChainUnit
     step: FullyShard
@@ -56,44 +56,44 @@ class ShardedUnit:
 
     @property
     def padded(self) -> int:
-        """Elements of a rank's shard, with its padding."""
+        """Return the elements of a rank's shard with padding."""
         return sum(padded_rows(shape, self.ranks) for shape in self.unit.shapes)
 
     @property
     def tensors(self) -> list[int]:
-        """Bytes of each gathered tensor."""
+        """Return the bytes of each gathered tensor."""
         itemsize = self.layout.parameters.itemsize
         return [padded_rows(s, self.ranks) * self.ranks * itemsize for s in self.unit.shapes]
 
     @property
     def whole(self) -> int:
-        """Bytes of the gathered unit."""
+        """Return the bytes of the gathered unit."""
         return sum(self.tensors)
 
     @property
     def stays(self) -> bool:
-        """Whether it stays gathered from forward to backward."""
+        """Return True if it stays gathered from forward to backward."""
         return not self.step.sync.after_forward(is_root=self.unit.is_root)
 
     @property
     def group(self) -> int:
-        """Over how many ranks it is spread from forward to backward."""
+        """Return the number of ranks that shard it between forward and backward."""
         return kept_ranks(self.step.sync, self.ranks, is_root=self.unit.is_root)
 
     @property
     def between(self) -> int:
-        """Bytes of the larger shard that a smaller group keeps of it meanwhile."""
+        """Return the bytes of the larger shard that a smaller group keeps meanwhile."""
         return self.whole // self.group if 1 < self.group < self.ranks else 0
 
     @property
     def waits(self) -> int:
-        """Bytes of it between its forward and its backward."""
+        """Return its bytes between its forward and its backward."""
         return self.whole if self.stays else self.between
 
     @property
     def narrowing(self) -> int:
-        """Bytes while each tensor's part is copied out of it for the smaller group: beside the
-        tensors that are left and the parts that are there."""
+        """Return the bytes while each tensor's shard for the smaller group is copied: with the
+        remaining tensors and the finished shards."""
         if not self.between:
             return 0
         parts = [size // self.group for size in self.tensors]
@@ -101,44 +101,44 @@ class ShardedUnit:
         return max(map(sum, zip(left, accumulate(parts), strict=False)))
 
     def copy(self, sharded: int) -> int:
-        """Bytes of the cast shard that is sent, where it is cast: of all, or of the smaller group's
-        (`sharded`, if any)."""
+        """Return the bytes of the cast shard that is sent: of the full shard, or of the smaller
+        group's (`sharded`, if any)."""
         casts = self.step.materialized and self.layout.parameters is not self.layout.master
         return (sharded or self.whole // self.ranks) * casts
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Bytes of each of autograd's gradients."""
+        """Return the bytes of each of autograd's gradients."""
         return tuple(numel * self.layout.parameters.itemsize for numel in self.unit.numels)
 
     @property
     def casts(self) -> tuple[int, ...]:
-        """Bytes of each gradient in the dtype of the reduction."""
+        """Return the bytes of each gradient in the dtype of the reduction."""
         return tuple(numel * self.layout.reduced.itemsize for numel in self.unit.numels)
 
     @property
     def summed(self) -> int:
-        """Bytes of gradients that wait unreduced, in the dtype of the reduction."""
+        """Return the bytes of unreduced gradients in the dtype of the reduction."""
         return sum(self.casts)
 
     @property
     def input(self) -> int:
-        """Bytes of the reduction's input."""
+        """Return the bytes of the reduction's input."""
         return self.padded * self.ranks * self.layout.reduced.itemsize
 
     @property
     def output(self) -> int:
-        """Bytes of its output."""
+        """Return the bytes of the reduction's output."""
         return self.padded * self.layout.reduced.itemsize
 
     @property
     def kept(self) -> int:
-        """Bytes of G."""
+        """Return the bytes of the resident gradients."""
         return self.padded * self.layout.gradients.itemsize
 
     @property
     def last(self) -> int:
-        """Elements of the tensor whose gradient outlives the others."""
+        """Return the elements of the tensor whose gradient is freed last."""
         return self.unit.numels[-1]
 
 
@@ -161,7 +161,7 @@ class FullyShardedForm:
 
     @cached_property
     def units(self) -> tuple[ShardedUnit, ...]:
-        """Those that have parameters, in the order of wrapping, the root last."""
+        """Return the units with parameters in the order of wrapping, the root last."""
         return tuple(self._unit(unit) for unit in self.chain.units if unit.shapes)
 
     def _unit(self, unit: ChainUnit) -> ShardedUnit:
@@ -179,7 +179,8 @@ class FullyShardedForm:
         return ShardedUnit(unit, step, self.layout, ranks, replicas)
 
     def held(self, unit: ShardedUnit, index: int) -> list[int]:
-        """Elements of each tensor of a unit that the ranks with shard `index` really have."""
+        """Return the elements of each tensor of a unit on the ranks with shard `index`, without
+        padding."""
         place = 0
         for axis, own in self._places(index).items():
             if axis in unit.step.shard_axes:
@@ -187,16 +188,16 @@ class FullyShardedForm:
         return [local_rows(shape, unit.ranks, place) for shape in unit.unit.shapes]
 
     def _places(self, index: int) -> dict[Axis, int]:
-        """Where those ranks stand along the axes that shard, the outermost first."""
+        """Return the coordinates of these ranks along the sharding axes, the outermost first."""
         places: dict[Axis, int] = {}
         for axis in reversed(self.step.shard_axes):
             index, places[axis] = divmod(index, self.spec.degree(axis))
         return dict(reversed(places.items()))
 
     def resident(self, index: int) -> Resident:
-        """Bytes on the ranks with shard `index`. Parameters and gradients have padding, what the
-        optimizer updates are the rows that are there. A shard that is M's master copy counts as
-        Omega's."""
+        """Return the bytes on the ranks with shard `index`. Parameters and gradients include
+        padding; the optimizer updates the actual rows. A shard that is the master copy of
+        materialized parameters counts as optimizer state."""
         layout, step = self.layout, self.step
         stored = sum(unit.padded for unit in self.units)
         held = sum(sum(self.held(unit, index)) for unit in self.units)
@@ -214,13 +215,13 @@ class FullyShardedForm:
         }
 
     def transient(self) -> int:
-        """Bytes of units, or of a smaller group's shards of them, from forward to backward."""
+        """Return the bytes of units, or of a smaller group's shards, from forward to backward."""
         return sum(unit.waits for unit in self.units)
 
     def sent(self) -> Iterator[Traffic]:
-        """A gather where a pass finds a unit sharded: from all in forward, in backward from the
-        smaller group that kept it, if one did; a reduce-scatter after each micro-batch, or the
-        last; and then an all-reduce of the shard over replicas."""
+        """Return the traffic: a gather if a pass finds a unit sharded (from all ranks in forward,
+        in backward from the smaller group that kept it); a reduce-scatter after each micro-batch or
+        the last; then an all-reduce of the shard over replicas."""
         num = self.plan.accumulate.micro_batches
         native = self.step.reduce_scatter is ReduceScatterVia.NATIVE
         via = None if native else self.step.reduce_scatter.value

@@ -22,7 +22,7 @@ from tests.oracles.data.optimizer import norm, update_casts
 
 
 def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:
-    """Bytes above what lives always on the ranks with shard `index`, by phase."""
+    """Return bytes above resident memory on the ranks with shard `index`, by phase."""
     kinds = micro_batches(sharded.plan.accumulate.micro_batches)
     passes = [_Pass(sharded, kind, fsdp2_behavior()) for kind in kinds]
     return {
@@ -33,8 +33,8 @@ def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, in
 
 
 def _update(sharded: FullyShardedForm, index: int) -> Iterator[int]:
-    """The norm of all; then each unit's casts of its rows, and of its matrices the largest's
-    orthogonalization."""
+    """Return the peak of the update: the norm of all; then each unit's casts, and for matrices the
+    largest orthogonalization."""
     base = sum(unit.kept for unit in sharded.units)
     at_once, stays = norm(sharded.spec, sharded.plan, sharded.chain, len(sharded.chain.tensors))
     yield base + at_once
@@ -66,12 +66,12 @@ class _Pass:
 
     @property
     def inwards(self) -> list[ShardedUnit]:
-        """In the order of a forward pass: the root first."""
+        """Return the units in the order of a forward pass: the root first."""
         return sorted(self.sharded.units, key=lambda unit: not unit.unit.is_root)
 
     @property
     def releases(self) -> bool:
-        """Whether backward gives gathered units back."""
+        """Return True if backward frees gathered units."""
         return self.kind.is_last or self.step.sync.reshard_after_backward
 
     @property
@@ -80,7 +80,7 @@ class _Pass:
 
     @property
     def _waits_unreduced(self) -> bool:
-        """Whether gradients of micro-batches before wait for their reduction."""
+        """Return True if gradients of earlier micro-batches are unreduced."""
         return self.step.sync.gradients is GradientSync.LAST and not self.kind.is_first
 
     @property
@@ -89,19 +89,20 @@ class _Pass:
 
     @property
     def _casts_arrivals(self) -> bool:
-        """Whether each gradient is cast to the dtype of the reduction when it is complete."""
+        """Return True if each complete gradient is cast to the dtype of the reduction."""
         return self.habits.casts_on_arrival and self._is_cast and not self.reduces
 
     @property
     def _adds_in_place(self) -> bool:
-        """Whether autograd adds gradients to those of micro-batches before."""
+        """Return True if autograd adds gradients to those of earlier micro-batches."""
         return self._waits_unreduced and (self.habits.casts_on_arrival or not self._is_cast)
 
     # ---- forward
 
     def forward(self) -> Iterator[int]:
-        """Turn by turn: the gather is begun, and copied out beside the buffer of the one before;
-        then those ahead are begun; at the end a smaller group's parts are copied."""
+        """Return the peak turn by turn: the gather is started and copied out while the previous
+        buffer lives; then the next ones are started; at the end a smaller group's shards are
+        copied."""
         order, step = self.inwards, self.step
         ahead = (step.prefetch or 0) if step.overlaps else 0
         base = sum(self.before(unit) for unit in order)
@@ -135,8 +136,8 @@ class _Pass:
     # ---- backward
 
     def before(self, unit: ShardedUnit) -> int:
-        """Bytes of the unit's gradients of micro-batches before: G, or, unreduced, autograd's own
-        or their sum in the dtype of the reduction."""
+        """Return the bytes of the unit's gradients from earlier micro-batches: reduced ones, or
+        unreduced ones of autograd or their sum in the dtype of the reduction."""
         if self.kind.is_first:
             return 0
         if not self._waits_unreduced:
@@ -144,14 +145,14 @@ class _Pass:
         return unit.summed if self._is_cast else sum(unit.gradients)
 
     def arrived(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
-        """Bytes when these of its gradients are complete: they stand beside what is there, but for
-        those that autograd adds to its own of before."""
+        """Return the bytes when these gradients are complete, in addition to existing memory,
+        except for those that autograd adds to earlier ones."""
         if self._adds_in_place:
             return self.before(unit)
         return self.before(unit) + sum(self._complete(unit)[index] for index in tensors)
 
     def _complete(self, unit: ShardedUnit) -> tuple[int, ...]:
-        """Bytes of each gradient that is complete and stands by itself."""
+        """Return the bytes of each complete separate gradient."""
         return unit.casts if self._casts_arrivals else unit.gradients
 
     def _arriving(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
@@ -170,7 +171,8 @@ class _Pass:
         return max((size - casts for size, casts in beside), default=0)
 
     def rest(self, unit: ShardedUnit) -> int:
-        """Bytes when it is done: G, and what replicas all-reduced where G is another tensor."""
+        """Return the bytes of a finished unit: its gradients, and the all-reduced replica sum if it
+        is a separate tensor."""
         if not self.reduces:
             return unit.summed if self._is_cast else sum(unit.gradients)
         is_other = self._casts_after or not self._is_new
@@ -182,11 +184,11 @@ class _Pass:
 
     @property
     def _is_new(self) -> bool:
-        """Whether nothing is reduced yet."""
+        """Return True if no gradients are reduced yet."""
         return self.kind.is_first or self.step.sync.gradients is GradientSync.LAST
 
     def backward(self) -> Iterator[int]:
-        """Turn by turn, the root's gather first and its reduction last."""
+        """Return the peak turn by turn, with the root's gather first and its reduction last."""
         order = self.inwards[::-1]
         roots = [unit for unit in order if unit.unit.is_root]
         order = [*roots, *(unit for unit in order if not unit.unit.is_root)]
@@ -217,13 +219,14 @@ class _Pass:
             yield from self._turn(root, level, before)
 
     def _ahead(self, order: Sequence[ShardedUnit], place: int) -> list[ShardedUnit]:
-        """Those that are begun in a turn or before it: torch's own choice is the next."""
+        """Return the units whose gathers start in a turn or before it; torch's default is the next
+        one."""
         prefetch = 1 if self.step.prefetch is None else self.step.prefetch
         ahead = prefetch if self.step.overlaps else 0
         return [unit for unit in order[place + 1 : place + 1 + ahead] if not unit.stays]
 
     def _gathering(self, level: int, order: Sequence[ShardedUnit], place: int) -> Iterator[int]:
-        """The unit's own gather, beside those begun before, then those ahead of it; a smaller
+        """Return the peak of a unit's gather, with earlier and later started ones; a smaller
         group's shard stays until the unit is copied out."""
         unit, waiting = order[place], sum(other.waits for other in order[place + 1 :])
         level += waiting
@@ -240,8 +243,8 @@ class _Pass:
         yield from _beginning(level + unit.whole, following, known + 1 if known else 0)
 
     def _turn(self, unit: ShardedUnit, level: int, flying: int) -> Iterator[int]:
-        """Its gradients arrive, and it is done. `level` are all others and, if this pass reduces,
-        the input of the reduction before (`flying`)."""
+        """Return the peak while its gradients arrive and it finishes. `level` is the memory of all
+        others and, if this pass reduces, `flying` the input of the previous reduction."""
         everything = range(len(unit.gradients))
         arrived = self.arrived(unit, everything)
         late = {*everything} - (self.sharded.chain.head if unit.unit.is_root else set())
@@ -266,8 +269,8 @@ class _Pass:
 def _beginning(
     level: int, following: Sequence[tuple[ShardedUnit, int]], known: int
 ) -> Iterator[int]:
-    """Gathers begun one after the other, each of a cast copy that goes when it is sent; of the
-    first `known` - 1 that was done in an earlier step."""
+    """Return the peak of gathers that start one after the other, each with a cast copy that is
+    freed after sending; the first `known` - 1 were cast in an earlier step."""
     for place, (unit, sharded) in enumerate(following):
         is_new = place >= known - 1
         before = _wholes(other for other, _ in following[:place])
@@ -275,7 +278,7 @@ def _beginning(
 
 
 def _converting(unit: ShardedUnit, layout: Layout) -> int:
-    """Bytes at most while gradients become copies in the dtype of the reduction, one by one."""
+    """Return the peak while gradients are copied to the dtype of the reduction, one by one."""
     copies = [numel * layout.reduced.itemsize for numel in unit.unit.numels]
     left = [
         sum(unit.gradients),

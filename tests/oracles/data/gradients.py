@@ -39,7 +39,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class GradientsForm:
-    """G of a unit with this buffer in every step of this kind."""
+    """The gradients of a unit with this buffer in every step of this kind."""
 
     step: FlatUnits
     layout: Layout
@@ -51,18 +51,19 @@ class GradientsForm:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a reduction runs beside the backward pass; what is used up at once waits."""
+        """Return True if a reduction overlaps with the backward pass; consumed gradients wait for
+        it."""
         return self.step.overlaps and not self.step.consumed
 
     def reduction(self, cut: Axes, over: Axes, dtype: DType) -> int:
-        """Bytes of a reduce-scatter of a shard over `cut`, beside that shard."""
+        """Return the bytes of a reduce-scatter of a shard over `cut`, without that shard."""
         buffer, itemsize = self.buffer, dtype.itemsize
         exchange = self.step.reduce_scatter is ReduceScatterVia.ALL_TO_ALL
         copies = buffer.permuted(cut, over) + exchange * buffer.shard(cut)
         return (buffer.shard((*cut, *over)) + copies) * itemsize
 
     def moments(self, *, is_first: bool, is_last: bool) -> Moments:
-        """Return the bytes of G at the moments of the first, the last, or another micro-batch."""
+        """Return the bytes at the moments of the first, the last, or another micro-batch."""
         if self.step.gradients:
             return self._cut(is_first=is_first, is_last=is_last)
         return self._whole(is_first=is_first, is_last=is_last)
@@ -133,22 +134,23 @@ class GradientsForm:
 
     @property
     def starts_the_update(self) -> bool:
-        """Whether the update's own reduction begins beside the last backward pass: with overlap,
-        where nothing is reduced for keeping."""
+        """Return True if the update's reduction starts during the last backward pass: with overlap,
+        if nothing is reduced for storage."""
         return self.overlaps and not self.step.gradients and self.is_on_device
 
     @property
     def is_summed(self) -> bool:
-        """Whether what is kept is another tensor than the whole one that backward filled."""
+        """Return True if the stored gradients are a separate tensor from the buffer that backward
+        fills."""
         return bool(self.step.gradients) or self.layout.keeps_both or not self.is_on_device
 
     @property
     def held(self) -> DType:
-        """The dtype of what comes to the update."""
+        """Return the dtype of the gradients at the update."""
         return self.layout.gradients if self.is_summed else self.layout.reduced
 
     def preparation(self) -> Preparation:
-        """Return what brings G from what backward leaves to what the update wants."""
+        """Return the steps from the gradients after backward to those of the update."""
         step = self.step
         now, partial = step.gradients, exclude_axes(step.axes, (*step.updated, *step.gradients))
         early: Axes = ()
@@ -187,29 +189,29 @@ class Preparation:
 
     @property
     def narrow(self) -> Axes:
-        """Along which it is cut when it is reduced."""
+        """Return the axes that shard the gradients after the reduction."""
         return (*self.now, *self.narrower)
 
     @property
     def final(self) -> Axes:
-        """Along which it is cut when it is ready."""
+        """Return the axes that shard the prepared gradients."""
         return exclude_axes(self.narrow, self.wider)
 
     def bytes(self, cut: Axes) -> int:
-        """Return the bytes of G cut along these axes, in the dtype in which it comes."""
+        """Return the bytes of gradients sharded along these axes, in their initial dtype."""
         return self.gradients.buffer.shard(cut) * self.gradients.held.itemsize
 
     @property
     def after(self) -> int:
-        """Device bytes when it is ready."""
+        """Return the device bytes of the prepared gradients."""
         gradients = self.gradients
         ready = gradients.buffer.shard(self.final) * gradients.layout.gradients.itemsize
         return ready * gradients.is_on_device
 
     @property
     def peak(self) -> int:
-        """Device bytes at its fullest, what it comes as included, after the layout's second copy
-        is dropped: what is kept stays until the new one is ready."""
+        """Return the device bytes at the peak, including the initial gradients, after the layout's
+        second copy is freed: stored gradients stay until the new ones are ready."""
         gradients = self.gradients
         if not (gradients.is_on_device or self.travels):
             return 0
@@ -219,7 +221,7 @@ class Preparation:
         if self.narrower:
             moments.append(comes + gradients.reduction(self.now, self.narrower, gradients.held))
             moments.append(stays + narrow)
-        # what is gathered or cast is what is kept itself, or its reduced part beside it
+        # the stored gradients themselves are gathered or cast, or a separate reduced shard
         current = stays + narrow if self.narrower or not stays else stays
         if self.wider:
             copy = gradients.buffer.permuted(self.final, self.wider) * gradients.held.itemsize

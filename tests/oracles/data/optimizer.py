@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a tensor, and what its update allocates beside that.
+"""The state that an optimizer keeps for a tensor, and the temporaries of its update.
 
 AdamW keeps two moments and counts its steps in one fp32 scalar per tensor; SGD keeps one moment if
 it has momentum; Muon one of a hidden matrix, and is AdamW for all others (torch.optim.*, the
@@ -19,25 +19,25 @@ COUNTER_BYTES = 4
 
 
 def is_by_tensor(optimizer: OptimizerSpec) -> bool:
-    """Return whether the update needs whole tensors: Muon's does, which orthogonalizes matrices."""
+    """Return True if the update needs full tensors, as Muon's orthogonalization does."""
     return not optimizer.properties.is_elementwise
 
 
 def num_moments(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> int:
-    """Tensors of state as large as what is updated, master copies not among them."""
+    """Return the number of state tensors as large as the parameter, without master copies."""
     if optimizer.name == "sgd":
         return 1 if optimizer.momentum else 0
     return 1 if is_by_tensor(optimizer) and is_hidden else 2
 
 
 def has_counter(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> bool:
-    """Return whether the steps of a tensor are counted: AdamW counts them, and Muon those of
-    tensors that are not hidden."""
+    """Return True if the steps of a tensor are counted, as AdamW does and Muon for tensors that are
+    not hidden."""
     return optimizer.name != "sgd" and not (is_by_tensor(optimizer) and is_hidden)
 
 
 def num_casts(optimizer: OptimizerSpec, layout: Layout, *, is_hidden: bool = False) -> int:
-    """Tensors that the update of one casts to the dtype it computes in."""
+    """Return the number of tensors that the update of one tensor casts to its compute dtype."""
     moments = 0
     if layout.moments is not layout.update_dtype:
         moments = num_moments(optimizer, is_hidden=is_hidden)
@@ -73,16 +73,16 @@ def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, i
 
 
 def scalars(spec: Spec, layout: Layout) -> int:
-    """Bytes that an update has beside a tensor: of SGD in 16 bits on a processor, ptrain's own,
-    whether the step is taken, in fp32, and what of the momentum goes and stays."""
+    """Return the scalar bytes of an update: for SGD in 16 bits on a CPU, ptrain's kernel has a step
+    flag in fp32 and the momentum factors."""
     is_own = spec.optimizer.name == "sgd" and layout.update_dtype.itemsize == 2
     count = 3 if spec.optimizer.momentum else 1
     return COUNTER_BYTES * count if is_own and not spec.is_for_cuda else 0
 
 
 def update_casts(spec: Spec, layout: Layout, unit: ChainUnit, numels: Sequence[int]) -> int:
-    """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each, and
-    of what else it has."""
+    """Return the bytes of the casts and scalars of an in-place update of tensors with `numels`
+    elements each."""
     optimizer = spec.optimizer
     casts = sum(
         numel * num_casts(optimizer, layout, is_hidden=unit.is_hidden(shape))

@@ -1,4 +1,4 @@
-"""Theta of one flat unit in closed form: what it takes to make it whole for use.
+"""The parameters of one flat unit in closed form: the memory to gather them for use.
 
 Where it is cut, on another tier, or M, a unit is whole on the device only while it is used: an
 all-gather fills the whole from the rank's part, which must be on the device in the dtype of use
@@ -19,7 +19,7 @@ from tests.oracles.data.buffer import Axes, Buffer
 
 @dataclass(frozen=True, slots=True)
 class ParametersForm:
-    """Theta of a unit with this buffer."""
+    """The parameters of a unit with this buffer."""
 
     step: FlatUnits
     layout: Layout
@@ -28,34 +28,34 @@ class ParametersForm:
 
     @property
     def dtype(self) -> DType:
-        """In which Theta is stored: a master copy, where it is made of these."""
+        """Return the dtype of the stored parameters, or of the master copy they are cast from."""
         return self.layout.update_dtype if self.step.materialized else self.layout.parameters
 
     @property
     def is_transient(self) -> bool:
-        """Whether it is whole only for use."""
+        """Return True if the full parameters exist only during use."""
         step = self.step
         return bool(step.parameters) or step.parameters_tier is not Tier.DEVICE or step.materialized
 
     @property
     def stored(self) -> int:
-        """Bytes that a rank keeps."""
+        """Return the stored bytes of a rank."""
         return self.buffer.shard(self.step.parameters) * self.dtype.itemsize
 
     @property
     def part(self) -> int:
-        """Bytes of a rank's part in the dtype of use."""
+        """Return the bytes of a rank's shard in the dtype of use."""
         return self.buffer.shard(self.step.parameters) * self.layout.parameters.itemsize
 
     @property
     def whole(self) -> int:
-        """Bytes that its use takes on the device above what is stored."""
+        """Return the device bytes of its use above the stored ones."""
         return self.buffer.padded * self.layout.parameters.itemsize * self.is_transient
 
     @property
     def gathering(self) -> int:
-        """Bytes from when its gather begins until it is awaited: the whole, the part that is sent
-        where it is a copy, the buffer that is received where it is not the whole itself."""
+        """Return the bytes from the start of its gather until the wait: the full parameters, the
+        sent shard if it is a copy, the receive buffer if it is separate."""
         step, layout = self.step, self.layout
         if not step.parameters:
             return self.whole
@@ -65,15 +65,15 @@ class ParametersForm:
 
     @property
     def left_open(self) -> Axes:
-        """The axes along which the update leaves the gather to the next use."""
+        """Return the axes whose gather the update leaves to the next use."""
         if self.step.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:
             return ()
         return exclude_axes(self.step.updated, self.step.parameters)
 
     @property
     def completing(self) -> int:
-        """Bytes of that late gather, which goes into what is stored: this rank's updated part where
-        it is no contiguous piece of that, and a buffer where the parts are in another order."""
+        """Return the bytes of that late gather into the stored parameters: this rank's updated
+        shard if it is no contiguous piece, and a buffer if the parts are in another order."""
         if not self.left_open:
             return 0
         had = self.step.parameters
@@ -82,5 +82,5 @@ class ParametersForm:
 
     @property
     def stays(self) -> bool:
-        """Whether a unit stays whole from its forward pass to its backward pass."""
+        """Return True if a unit stays gathered from its forward to its backward pass."""
         return not self.step.sync.after_forward(is_root=self.is_root)

@@ -36,7 +36,7 @@ _INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are reb
 
 @dataclass(frozen=True)
 class ReplicatedForm:
-    """A plan on a chain in which every rank has all of Theta and of G."""
+    """The closed forms of a plan with replicated parameters and gradients."""
 
     spec: Spec
     plan: Plan
@@ -49,7 +49,7 @@ class ReplicatedForm:
 
     @property
     def buckets(self) -> Replicate | None:
-        """DDP, if there is more than one device."""
+        """Return DDP's buckets, if there is more than one device."""
         return self.step if isinstance(self.step, Replicate) else None
 
     @property
@@ -57,7 +57,7 @@ class ReplicatedForm:
         return math.prod(self.spec.degree(a) for a in self.buckets.axes) if self.buckets else 1
 
     def _owned(self, index: int) -> list[tuple[int, bool]]:
-        """(elements, whether Muon updates it) of the tensors that a rank updates."""
+        """Return (elements, whether Muon updates it) for each tensor that a rank updates."""
         known = [
             (numel, unit.is_hidden(shape))
             for unit in self.chain.units
@@ -69,19 +69,19 @@ class ReplicatedForm:
         return [tensor for tensor, owner in zip(known, owners, strict=True) if owner == index]
 
     def _gradient_buckets(self, step: Replicate) -> list[int]:
-        """Bytes of DDP's buckets."""
+        """Return the bytes of DDP's buckets."""
         itemsize = self.layout.gradients.itemsize
         arriving = (numel * itemsize for numel in self.chain.arrival)
         return bucket_sizes(arriving, bucket_caps(step.bucket_bytes))
 
     def _sent_buckets(self) -> list[int]:
-        """Bytes of what each owner broadcasts."""
+        """Return the bytes of each owner's broadcasts."""
         itemsize = self.layout.parameters.itemsize
         owned = (sum(numel for numel, _ in self._owned(rank)) for rank in range(self.ranks))
         return [numel * itemsize or DType.FP32.itemsize for numel in owned]
 
     def resident(self, index: int) -> Resident:
-        """Bytes on the rank that owns the tensors of `index`."""
+        """Return the bytes on the rank that owns the tensors of `index`."""
         layout, optimizer = self.layout, self.spec.optimizer
         theta = self.chain.numel * layout.parameters.itemsize
         if self.buckets is not None and self.buckets.zero_redundancy:
@@ -99,11 +99,12 @@ class ReplicatedForm:
         }
 
     def transient(self) -> int:
-        """Nothing is gathered."""
+        """Return 0: no unit is gathered."""
         return 0
 
     def sent(self) -> Iterator[Traffic]:
-        """Each bucket once in a step, whatever it accumulates; what is updated, by its owner."""
+        """Return the traffic: each bucket once per step for any accumulation, and updated
+        parameters from their owners."""
         if self.buckets is None:
             return
         group = Group(self.buckets.axes, self.ranks)
@@ -119,8 +120,8 @@ class ReplicatedForm:
                 yield updated.traffic(group, size)
 
     def peaks(self, index: int) -> dict[Phase, int]:
-        """Bytes above what lives always, by phase: G, one of autograd's gradients beside it, and
-        what the update casts."""
+        """Return bytes above resident memory by phase: the gradients, one of autograd's gradients,
+        and the casts of the update."""
         layout, several = self.layout, self.plan.accumulate.micro_batches > 1
         whole = self.chain.numel * layout.gradients.itemsize
         largest = max(self.chain.arrival) * layout.parameters.itemsize

@@ -36,8 +36,9 @@ from tests.oracles.data.parameters import ParametersForm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensorForm:
-    """One tensor of a target's state, in a buffer cut along Omega's axes. `works`: elements of its
-    copy in the dtype of the update (0: none); `is_scalar`: a counter, which nobody cuts."""
+    """A tensor of a target's state in a buffer sharded along the optimizer state's axes. `works` is
+    the number of elements of its copy in the dtype of the update (0: none); `is_scalar` marks a
+    counter, which is not sharded."""
 
     step: FlatUnits
     buffer: Buffer
@@ -48,35 +49,35 @@ class StateTensorForm:
 
     @property
     def missing(self) -> Axes:
-        """Along which it is gathered for the update."""
+        """Return the axes along which it is gathered for the update."""
         return () if self.is_scalar else exclude_axes(self.step.optimizer, self.step.updated)
 
     @property
     def part(self) -> int:
-        """Bytes that a rank keeps."""
+        """Return the bytes of a rank's shard."""
         if self.is_scalar:
             return COUNTER_BYTES
         return self.buffer.shard(self.step.optimizer) * self.dtype.itemsize
 
     @property
     def gathered(self) -> int:
-        """Bytes of it over the update's axes."""
+        """Return its bytes over the update's axes."""
         return self.buffer.shard(self.step.updated) * self.dtype.itemsize
 
     @property
     def comes(self) -> bool:
-        """Whether the part itself is copied to the device."""
+        """Return True if the shard is copied to the device."""
         step = self.step
         return step.optimizer_tier is not Tier.DEVICE and step.update_tier is Tier.DEVICE
 
     @property
     def fetched(self) -> int:
-        """Device bytes of what the update has of it."""
+        """Return the device bytes that the update has of it."""
         return self.gathered if self.missing else self.part * self.comes
 
     @property
     def fetching(self) -> int:
-        """Device bytes while it is fetched."""
+        """Return the device bytes while it is fetched."""
         if not self.missing:
             return self.fetched
         received = self.buffer.permuted(self.step.updated, self.missing) * self.dtype.itemsize
@@ -84,9 +85,9 @@ class StateTensorForm:
 
     @property
     def putting(self) -> int:
-        """Device bytes, beside what was fetched, while the rank's part of it goes back: the whole
-        padded again where the tensor is without its padding, and a copy of the part where it is
-        no contiguous piece."""
+        """Return the device bytes, in addition to the fetched ones, while the rank's shard is
+        stored: the padded full tensor if it lacks its padding, and a copy of the shard if it is no
+        contiguous piece."""
         step = self.step
         if self.is_scalar or step.update_tier is not Tier.DEVICE or not self.fetched:
             return 0
@@ -97,8 +98,8 @@ class StateTensorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTarget:
-    """What one call of the optimizer updates: a unit's shard, or (Muon) one tensor. `master` is its
-    master copy where that is not Theta itself."""
+    """The target of one optimizer call: a unit's shard, or (Muon) one tensor. `master` is its
+    master copy if that is not the parameter."""
 
     numel: int
     master: StateTensorForm | None
@@ -108,7 +109,8 @@ class UpdateTarget:
 
 @dataclass(frozen=True)
 class UnitUpdate:
-    """The update of one unit. Theta, G and Omega have the same buffer."""
+    """The update of one unit, whose parameters, gradients and optimizer state have the same
+    buffer."""
 
     spec: Spec
     unit: ChainUnit
@@ -137,7 +139,7 @@ class UnitUpdate:
 
     @cached_property
     def targets(self) -> tuple[UpdateTarget, ...]:
-        """In the order of the unit's tensors."""
+        """Return the targets in the order of the unit's tensors."""
         buffer, step = self.parameters.buffer, self.step
         if not is_by_tensor(self.optimizer):
             return (self._target(buffer, buffer.shard(step.updated), is_hidden=False),)
@@ -180,7 +182,7 @@ class UnitUpdate:
 
     @property
     def value(self) -> StateTensorForm:
-        """Theta as a tensor of state: where it is made of master copies."""
+        """Return the parameters as a state tensor if they are cast from master copies."""
         buffer = self.parameters.buffer
         return StateTensorForm(
             step=self.step, buffer=buffer, dtype=self.parameters.dtype, numel=buffer.padded
@@ -198,21 +200,21 @@ class UnitUpdate:
 
     @property
     def _gradient_comes(self) -> bool:
-        """Whether G is brought to the device for its update: from another tier, to be gathered or
-        because the update is there."""
+        """Return True if the gradients are copied to the device for the update: from another tier,
+        or for a gather."""
         needs_device = bool(self.step.gathered_gradients) or self.is_on_device
         return needs_device and not self.gradients.is_on_device
 
     @property
     def gradient(self) -> int:
-        """Device bytes of the gradient that the update works on, beside what is kept."""
+        """Return the device bytes of the update's gradient, in addition to the stored one."""
         buffer, itemsize = self.gradients.buffer, self.layout.gradients.itemsize
         is_new = bool(self.step.gathered_gradients) or self._gradient_comes
         return buffer.shard(self._used) * itemsize * (is_new and self.is_on_device)
 
     @property
     def bringing(self) -> int:
-        """Device bytes while that gradient is brought."""
+        """Return the device bytes while that gradient is copied."""
         buffer, itemsize = self.gradients.buffer, self.layout.gradients.itemsize
         came = buffer.shard(self._ready) * itemsize * self._gradient_comes
         if not self.step.gathered_gradients:
@@ -222,7 +224,7 @@ class UnitUpdate:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the gradient is cast for the update, on the device."""
+        """Return True if the gradient is cast for the update on the device."""
         return self.is_on_device and self.layout.gradients is not self.layout.update_dtype
 
     # ---- the value, where no master copy is updated
@@ -233,7 +235,8 @@ class UnitUpdate:
 
     @property
     def _value_moments(self) -> tuple[int, int]:
-        """(device bytes at most, device bytes that stay) of Theta's part over the update's axes."""
+        """Return the device bytes at the peak and afterwards of the parameter shard over the
+        update's axes."""
         if self.step.materialized:
             return self.value.fetching, self.value.fetched
         step, buffer, itemsize = self.step, self.parameters.buffer, self.parameters.dtype.itemsize
@@ -253,14 +256,15 @@ class UnitUpdate:
 
     @property
     def peak(self) -> int:
-        """Device bytes at the fullest moment, beside the gradient that is kept."""
+        """Return the device bytes at the peak, in addition to the stored gradient."""
         return max(self.bringing, *self._fetching(), *self._putting())
 
     def _cast(self, target: UpdateTarget) -> int:
         return target.numel * self.layout.update_dtype.itemsize * self.is_cast
 
     def _fetching(self) -> Iterator[int]:
-        """Target by target; the gradient goes as soon as the last has its own cast of it."""
+        """Return the device bytes while states are fetched, target by target; the gradient is freed
+        after the last target has cast it."""
         fetched, value_at_most, value_stays = 0, 0, 0
         last = len(self.targets) - 1
         casts = [*accumulate(self._cast(target) for target in self.targets)]
@@ -284,14 +288,15 @@ class UnitUpdate:
         yield gradient + fetched + max(orthogonalizing, beside)
 
     def _left(self, target: UpdateTarget) -> int:
-        """Device bytes of a target's fetched state."""
+        """Return the device bytes of a target's fetched state."""
         itemsize = self.layout.update_dtype.itemsize
         works = sum(tensor.works for tensor in target.state) * itemsize
         master = target.master.fetched if target.master else 0
         return master + works + sum(tensor.fetched for tensor in target.state)
 
     def _putting(self) -> Iterator[int]:
-        """Target by target, the last one's gradient first; then the unit's value."""
+        """Return the device bytes while states are stored, target by target, the last one's
+        gradient first; then the unit's value."""
         value = 0 if self.has_master else self._value_moments[1]
         for place, target in enumerate(self.targets):
             others = self.targets[place + 1 :]
@@ -308,15 +313,16 @@ class UnitUpdate:
             if target.master is not None:
                 yield beside + leaf + target.master.putting
                 if is_by_tensor(self.optimizer):
-                    value = self._room
-                    beside += self._room if place == 0 else 0
+                    value = self._output_buffer
+                    beside += self._output_buffer if place == 0 else 0
             yield beside + leaf
             if not others:
                 yield beside + leaf + self._storing[0]
 
     @property
-    def _room(self) -> int:
-        """Device bytes of somewhere for a unit's updated tensors: none where Theta itself is."""
+    def _output_buffer(self) -> int:
+        """Return the device bytes of a buffer for the updated tensors: 0 if they are the
+        parameters."""
         step, theta = self.step, self.parameters
         if not self.is_on_device:
             return 0
@@ -326,24 +332,24 @@ class UnitUpdate:
 
     @property
     def _updated_value(self) -> int:
-        """Device bytes of the storage that has the updated value."""
+        """Return the device bytes of the storage of the updated value."""
         if not self.has_master:
             return self._value_moments[1]
         if is_by_tensor(self.optimizer):
-            return self._room
+            return self._output_buffer
         master = self.targets[0].master
         assert master is not None
         return master.fetched
 
     @property
     def stays(self) -> int:
-        """Device bytes that are on their way until all units are updated."""
+        """Return the device bytes in transfer until all units are updated."""
         return self._storing[1]
 
     @property
     def _storing(self) -> tuple[int, int]:
-        """(device bytes beside the value, bytes in flight afterwards) of putting it where Theta is:
-        cast there, cut further or gathered."""
+        """Return the device bytes in addition to the value, and the bytes in transfer afterwards,
+        while it is stored in the parameters: cast, sharded further or gathered."""
         step, theta = self.step, self.parameters
         itemsize = theta.dtype.itemsize
         gathers_targets = self.has_master and is_by_tensor(self.optimizer)

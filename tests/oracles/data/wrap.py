@@ -20,31 +20,32 @@ from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from tests.oracles.data.chain import NoClosedForm, Resident, UnitChain
 from tests.oracles.data.flat import FlatUnitsForm
 from tests.oracles.data.flat_peaks import flat_peaks
-from tests.oracles.data.flat_traffic import flat_sent
+from tests.oracles.data.flat_traffic import flat_traffic_rows
 from tests.oracles.data.fully_sharded import FullyShardedForm
 from tests.oracles.data.fully_sharded_peaks import fully_sharded_peaks
 from tests.oracles.data.replicated import ReplicatedForm
 
 
 class WrapForm(Protocol):
-    """The closed forms of one way to wrap; `index` is a rank's place along the axes on which ranks
+    """The closed forms of one wrapper; `index` is a rank's position along the axes on which ranks
     differ."""
 
     def resident(self, index: int) -> Resident:
-        """Bytes by state and tier: Theta and Omega after the update, G at the end of the last
-        backward pass."""
+        """Return bytes by state and tier: parameters and optimizer state after the update,
+        gradients at the end of the last backward pass."""
         ...
 
     def transient(self) -> int:
-        """Bytes of gathered units at the end of the last forward pass."""
+        """Return the bytes of gathered units at the end of the last forward pass."""
         ...
 
     def peaks(self, index: int) -> dict[Phase, int]:
-        """Device bytes of the data axes by phase above Theta and Omega, without activations."""
+        """Return device bytes of the data axes by phase above parameters and optimizer state,
+        without activations."""
         ...
 
     def sent(self) -> Iterable[Traffic]:
-        """Collectives and copies of the wrap in a steady step, and once (setup)."""
+        """Return the collectives and copies of the wrapper in a steady step, and once (setup)."""
         ...
 
 
@@ -62,7 +63,7 @@ class _FlatForm:
         return flat_peaks(self.flat)
 
     def sent(self) -> Iterable[Traffic]:
-        return flat_sent(self.flat)
+        return flat_traffic_rows(self.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class _ShardedForm:
 
 
 def closed_form(spec: Spec, plan: Plan, chain: UnitChain) -> WrapForm:
-    """The formulas of the plan's wrap step on a chain of units. Raises NoClosedForm for a stage of
-    a pipeline, whose units' passes have other micro-batches between them."""
+    """Return the formulas of the plan's wrap step on a chain of units. Raises NoClosedForm for a
+    pipeline stage, whose passes interleave with those of other micro-batches."""
     if plan.pipeline is not None:
         raise NoClosedForm("pipeline: micro-batches in flight lie between a unit's passes")
     match plan.wrap:
@@ -96,9 +97,9 @@ def closed_form(spec: Spec, plan: Plan, chain: UnitChain) -> WrapForm:
             return _FlatForm(FlatUnitsForm(spec, plan, step, chain))
 
 
-def sent(spec: Spec, plan: Plan, chain: UnitChain) -> tuple[Traffic, ...]:
-    """All traffic of a step: the wrap's, and the scalars of the norm and of a scaled loss, of which
-    there is one along every axis that G is cut along."""
+def step_traffic(spec: Spec, plan: Plan, chain: UnitChain) -> tuple[Traffic, ...]:
+    """Return all traffic of a step: the wrapper's, and the scalars of the norm and of a scaled
+    loss, one along every axis that shards gradients."""
     return add_traffic((*closed_form(spec, plan, chain).sent(), *_scalars(spec, plan)))
 
 

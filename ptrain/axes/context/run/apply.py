@@ -372,7 +372,7 @@ class _GatheredAttention(torch.autograd.Function):
                 yield y_BHTD, sums_BHT
 
         # Each block's softmax is normalized over its keys alone. The log-sum-exp of each query
-        # tells how much of the full softmax a block has, so the merged output is exact.
+        # states how much of the full softmax a block has, so the merged output is exact.
         y_BHTD, sums_BHT = merge_attention(blocks(), q_BHTD.dtype)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before

@@ -336,7 +336,7 @@ class HopKernel:
         return are_apart(own_BT, source_BT[:, : keys.shape[-2]])
 
 
-_TOKENS = 1  # the dimension of tokens, after that of samples
+_TOKENS = 1  # the token dimension follows the sample dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

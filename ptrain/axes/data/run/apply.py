@@ -47,7 +47,7 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.timeline import Kind
 
-# torch's default (torch/nn/parallel/distributed.py, 2.13). DDP knows the default only by
+# torch's default (torch/nn/parallel/distributed.py, 2.13). DDP uses the default only for
 # `bucket_cap_mb=None`, and then makes the first bucket small.
 _STOCK_BUCKET_MB = 25
 

@@ -181,8 +181,8 @@ class FusedOrder:
         )
 
 
-# Dropout within a sub-block whose heads or features are cut: a rank's slice has a mask of its own,
-# while what all ranks have alike, before and behind it, has one mask.
+# Dropout within a sub-block whose heads or features are sharded uses a different mask per rank.
+# Activations that are replicated before and after the sub-block use one mask.
 
 
 _SEED_BYTES = 7  # a seed is a positive 64-bit number
@@ -271,8 +271,8 @@ def drawn_by_rank() -> AbstractContextManager[None]:
     return replace_attributes(module, **{tracker: _NoTracker()})
 
 
-# Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
-# Conv1D), which torch's own do not know.
+# Parallel styles for layers whose weight is stored inputs by outputs (transformers' Conv1D).
+# torch's styles do not support them.
 
 
 class TransposedColumn(ColwiseParallel):
@@ -286,7 +286,7 @@ class TransposedRow(RowwiseParallel):
     """A row layer, whose weight is sharded by its first dimension. Its bias is replicated."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # RowwiseParallel sets this in its own `_apply`, which accepts only nn.Linear and
+        # RowwiseParallel sets this in its `_apply`, which accepts only nn.Linear and
         # nn.Embedding (torch/distributed/tensor/parallel/style.py, 2.13).
         self.desired_input_layouts = (Shard(-1),)
         return _distribute_module(
@@ -313,8 +313,8 @@ def _distribute_module(
     )
 
 
-# A sub-block whose code counts features or heads by attributes of its own, or by the width of what
-# it is given: it sees the rank's numbers, and its column layers the whole input all the same.
+# A sub-block whose code reads its number of features or heads from attributes, or from the width of
+# its input, gets the rank's numbers, while its column layers get the full input.
 
 
 class LocalCounts:
@@ -431,7 +431,7 @@ def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
 
 def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
     """Draw a separate dropout mask per rank for sharded tensors."""
-    # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
+    # One generator for all sub-blocks: two with one seed would draw equal masks in every layer.
     own = RankRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
     for name, role in _modules_with_roles(model, step):
         path = name.rpartition(".")[0]
@@ -522,8 +522,8 @@ def _parallel_styles(
             if not step.is_naive:
                 yield FullInput(between, regathers=step.is_saved_cut)
         case Role.COLUMN | Role.TRANSPOSED_COLUMN:
-            # In the paired plan the sub-block has all-gathered its input already. A column that
-            # stands alone gathers it itself.
+            # In the paired plan the sub-block has all-gathered its input already. A column
+            # without a pair gathers it here.
             layout = between if step.is_naive or is_alone else Replicate()
             style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
             yield style(input_layouts=layout)

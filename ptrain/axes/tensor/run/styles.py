@@ -132,7 +132,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        summed = gradient.clone()  # autograd may hold what it gives
+        summed = gradient.clone()  # autograd may still refer to the gradient
         ctx.registry.tag(summed, State.GRADIENTS)
         dist.all_reduce(summed, group=ctx.group)
         return summed, None, None
@@ -250,7 +250,7 @@ def _as_is(saved: Any) -> Any:
 _NONE: Hooks = (_as_is, _as_is)
 
 
-SEQUENCE = 1  # the dimension of tokens, behind that of samples
+SEQUENCE = 1  # the token dimension follows the sample dimension
 
 
 class _TokenStyle(ParallelStyle):
