@@ -18,10 +18,10 @@ from ptrain.derivation.clock import messages_of
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 from tests.oracles.context import keys_and_values

@@ -18,12 +18,12 @@ from ptrain.facts.model import Operator
 from ptrain.plan.lower import built_in_facts
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.shorthand import fault_of_experts
 from ptrain.spec.spec import Spec
 

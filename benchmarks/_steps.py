@@ -29,8 +29,7 @@ def program_steps(
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import CollectiveCounter
     from ptrain.runtime.world import World
-    from ptrain.train.loop import local_batch
-    from ptrain.train.schedule import learning_rate
+    from ptrain.train.loop import learning_rate, local_batch
 
     program = interpret(spec, world=world or World.join(spec.timeout))
     source, steps = open_corpus(spec.data), iter(range(10**9))

@@ -19,11 +19,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook, OperatorKind, Rates
 from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import Hook, OperatorKind, Rates
 from ptrain.spec.write import to_yaml
 
 PAGE = ROOT / "benchmarks" / "results" / "gpu_rates_hbm3_2026-11-24.md"

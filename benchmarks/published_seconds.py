@@ -49,6 +49,7 @@ class Row:
     tokens: float | None = None
     seconds: float | None = None
     memory: str = ""
+    remark: str = ""  # about its family
 
     @property
     def is_same(self) -> bool:
@@ -63,7 +64,7 @@ def published() -> Iterator[Row]:
         for family in file["families"]:
             for row in family["rows"]:
                 words = (*family["words"], *row["words"])
-                fields = {"family": family["family"], "device": family["device"]}
+                fields = {key: family.get(key, "") for key in ("family", "device", "remark")}
                 yield Row(
                     **{key: file[key] for key in ("source", "use", "runtime")},
                     **fields | row | {"words": words},
@@ -269,6 +270,7 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
                 predicted = known.tokens / known.step.seconds
                 cells = [f"{known.published:,.0f}", f"{predicted:,.0f}", f"{known.off:+.1%}"]
             yield table_row(known.row.name, known.row.kind, *cells)
+        yield from ("", group[0].row.remark) if group[0].row.remark else ()
 
 
 def summary(rows: Sequence[Judged], use: str) -> tuple[list[str], list[str]]:

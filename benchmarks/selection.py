@@ -127,7 +127,7 @@ def drawn(chooser: Chooser, number: int, seed: int) -> Iterator[Ranked]:
     draw, search = random.Random(seed), chooser.search
     pools: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for block in search.blocks():
-        rows = [row for row in block.rows if block.peak(row) <= search.task.room]
+        rows = [row for row in block.rows if block.peak(row) <= search.job.room]
         if rows:
             kind = block.flow.schedule, block.flow.per_rank, block.kept
             pools[kind].append(block.scored(draw.choice(rows)))

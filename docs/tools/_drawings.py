@@ -15,8 +15,7 @@ from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, place_colo
 from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
-from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
+from ptrain.spec.placement import COLUMNS, ROWS, Axis, Role, matches_pattern
 from ptrain.spec.spec import ranks_over
 from ptrain.steps.experts import even_rows
 

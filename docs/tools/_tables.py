@@ -21,9 +21,9 @@ from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import memory_text
 from ptrain.selection.recompute import resolve_auto
+from ptrain.spec.check import KeyRow, iter_key_rows
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
-from ptrain.spec.schema import KeyRow, iter_key_rows
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 

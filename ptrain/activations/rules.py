@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ptrain.axes.context.attention import has_ring
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Axis, Distribution, R, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Distribution, R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3, gradient integrity"
@@ -28,7 +29,8 @@ def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
 
 def _activations_key(spec: Spec) -> str:
     """Return the key that sets the activation mode: a data axis's tuple, or `activations`."""
-    own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
+    data = (factor for factor in data_factors(spec) if factor.axis in DATA_AXES)
+    own = (factor for factor in data if factor.placement.activations != R)
     axis = next((factor.axis for factor in own), None)
     return f"placement.{axis}.activations" if axis else "activations"
 
@@ -184,30 +186,63 @@ def _naive_plan_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
+Obstacle = tuple[str, str, str]  # place, finding and remedy
+
+
 def _compile_faults(spec: Spec) -> Iterator[Fault]:
-    if spec.compile is Compiled.NONE:
-        return
-    for place, finding, remedy in _compile_obstacles(spec):
+    of_blocks = [*_block_obstacles(spec)] if spec.compile.has_blocks else []
+    of_loss = [*_loss_obstacles(spec)] if spec.compile.has_loss else []
+    is_partial = spec.compile is Compiled.ALL and not (of_blocks and of_loss)
+    rest = (Compiled.LOSS if of_blocks else Compiled.BLOCK) if is_partial else Compiled.NONE
+    for place, finding, remedy in (*_compile_obstacles(spec), *of_blocks, *of_loss):
         yield Fault(
             place=place,
-            finding=f"not supported yet with compile=block: {finding}",
-            remedy=f"{remedy}, or use `compile=none`.",
+            finding=f"not supported yet with compile={spec.compile}: {finding}",
+            remedy=f"{remedy}, or use `compile={rest}`.",
         )
 
 
-def _compile_obstacles(spec: Spec) -> Iterator[tuple[str, str, str]]:
-    """Yield place, finding and remedy of each setting that block compilation does not support.
+def _compile_obstacles(spec: Spec) -> Iterator[Obstacle]:
+    """Yield each setting with which neither blocks nor the loss are compiled."""
+    if spec.compile is Compiled.NONE:
+        return
+    if not isinstance(spec.model, ModelShape):
+        yield "model", "a model that is not built in", "Use a built-in model"
+    if spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves:
+        finding = f"{spec.pipeline.schedule}, which splits the backward pass of a block"
+        yield "pipeline.schedule", finding, "Use `pipeline.schedule=1f1b`"
 
-    torch does not compile it as one program, or the program communicates or saves other tensors
-    than the plan.
+
+def _loss_obstacles(spec: Spec) -> Iterator[Obstacle]:
+    """Yield each setting with which logits and loss are not one program."""
+    if (function := spec.loss.user_function) is not None:
+        finding = f"the loss of {function.target}, which is your code"
+        yield function.target_key, finding, f"Remove `{function.section}`"
+    if spec.loss.chunk is not None:
+        finding = "a loss in chunks of tokens, which already frees their logits"
+        yield "loss", finding, "Use `loss=cross-entropy`"
+    if spec.degree(Axis.TP) > 1:
+        finding = "logits over tp, which ranks gather or sum between the operators"
+        yield "mesh.tp", finding, "Use `mesh.tp=1`"
+
+
+def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
+    """Yield each setting with which a block is not one program.
+
+    torch does not compile it as one, or the program communicates or saves other tensors than the
+    plan.
     """
     shape = spec.model
     if not isinstance(shape, ModelShape):
-        yield "model", "blocks of a model that is not built in", "Use a built-in model"
         return
-    if shape.experts is not None:
-        finding = "mixtures of experts, whose routers count tokens outside of the program"
-        yield "model.experts", finding, "Use a model without experts"
+    # Routers count tokens, and rings communicate, outside of programs: the other half of the block
+    # is compiled (`Compile`).
+    if shape.experts is not None and has_ring(spec):
+        finding = "mixtures of experts with attention along a ring, which leave no half to compile"
+        yield "context.attention", finding, "Use `context.attention=ulysses`"
+    elif (shape.experts is not None or has_ring(spec)) and has_recomputation(spec):
+        finding = "recomputed blocks of which a half is compiled"
+        yield _activations_key(spec), finding, f"Use `{_activations_key(spec)}=R`"
     if shape.attention is Attention.FLEX:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
@@ -223,13 +258,10 @@ def _compile_obstacles(spec: Spec) -> Iterator[tuple[str, str, str]]:
     if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in block_modes(spec)):
         finding = "policy attention, with which torch makes a program for every layer"
         yield "recompute", finding, "Use `recompute=full` or `recompute=selective`"
-    if spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves:
-        finding = f"{spec.pipeline.schedule}, which splits the backward pass of a block"
-        yield "pipeline.schedule", finding, "Use `pipeline.schedule=1f1b`"
     yield from _tensor_compile_obstacles(spec, shape)
 
 
-def _tensor_compile_obstacles(spec: Spec, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+def _tensor_compile_obstacles(spec: Spec, shape: ModelShape) -> Iterator[Obstacle]:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return
@@ -260,5 +292,5 @@ NOT_YET = (
     _make_rule("a budget's peaks are predicted", "", _custom_budget_faults),
     _make_rule("recomputed units are gathered", "", _sub_block_unit_faults),
     _make_rule("the naive plan keeps saved activations", "", _naive_plan_faults),
-    _make_rule("a block is one program", "", _compile_faults),
+    _make_rule("a block, or the loss, is one program", "", _compile_faults),
 )

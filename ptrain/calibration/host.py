@@ -50,11 +50,10 @@ from ptrain.rates.pace import operator_hook
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, ActivationMode
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Axis, Tier
-from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Axis, Role, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
@@ -469,12 +468,14 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
     }
     spec = load(written).spec
     yield from _plain_passes(spec, device)
-    for kept in (
-        ActivationMode(policy=FULL),
-        ActivationMode(policy=SELECTIVE),
-        ActivationMode(tier=Tier.HOST),
-    ):
-        yield _kept_pass(spec, kept, device)
+    yield from (
+        _kept_pass(spec, kept, device)
+        for kept in (
+            ActivationMode(policy=FULL),
+            ActivationMode(policy=SELECTIVE),
+            ActivationMode(tier=Tier.HOST),
+        )
+    )
 
 
 def _build_layers(spec: Spec, device: torch.device) -> nn.Module:

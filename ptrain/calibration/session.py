@@ -61,12 +61,11 @@ from ptrain.runtime.comm import Mesh, TagRegistry, all_gather, all_reduce, reduc
 from ptrain.runtime.queue import keep_freed_memory
 from ptrain.runtime.torch import Tiers, TorchRuntime
 from ptrain.runtime.world import World
+from ptrain.spec.cluster import CLIP, OperatorKind
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import FUSED
+from ptrain.spec.job import FUSED, OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
-from ptrain.spec.rates import CLIP, OperatorKind
 from ptrain.steps.step import Clip, CreateMesh
 from ptrain.train import environment
 from ptrain.train.folder import write_json

@@ -27,15 +27,14 @@ from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import CALIBRATED, Cluster, Rates
 from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
-from ptrain.spec.rates import CALIBRATED, Rates
 from ptrain.spec.text import read
 from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
+from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder, write_text
-from ptrain.train.launch import launch_ranks
 
 SECONDS = 100.0
 MOST_RANKS = 1024

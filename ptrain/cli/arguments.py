@@ -106,8 +106,7 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
         word: The option as typed, perhaps with `=VALUE`.
         following: The next argument, which may be the option's value.
     """
-    from ptrain.spec.check import for_foreign, of_any_section
-    from ptrain.spec.schema import iter_key_rows
+    from ptrain.spec.check import for_foreign, iter_key_rows, of_any_section
     from ptrain.spec.slips import NEAR, closest_word
 
     name, _, value = word.partition("=")

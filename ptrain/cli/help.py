@@ -29,8 +29,8 @@ from rich.theme import Theme
 from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
+from ptrain.spec.check import iter_key_rows
 from ptrain.spec.names import SPEC_FOLDERS, list_files
-from ptrain.spec.schema import iter_key_rows
 
 # In reading order. README links to each page.
 PAGES = (

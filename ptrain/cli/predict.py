@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 import ptrain
+from ptrain.algebra.legality import is_sound
 from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape, step_tokens
+from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
@@ -30,15 +32,40 @@ from ptrain.report.predict import (
 )
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.preflight import Variant
-from ptrain.selection.recompute import resolve_auto, useless_modes
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.names import list_files
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.units import format_memory
 
 # The job of a model name: FSDP2 with bf16 mixed precision, no recomputation, and about
 # as many tokens per step as `ptrain select` assumes.
 _SPEC_OF_MODELS = "fsdp-mixed"
 _JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
+_DEVICE = frozenset({Tier.DEVICE})
+_TEMPORARY = 0.001  # share of the peak: copies of offloads pass through the device
+
+
+def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
+    """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
+    plain = spec.with_fields(activations=ActivationSpec())
+    is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
+    if (
+        peak is None
+        or not is_known
+        or not any(not mode.is_plain for mode in spec.activations.modes)
+    ):
+        return ()
+    least = derive(plain, is_timed=False).exact.peak_bytes()
+    if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
+        return ()
+    rise = f"raises the peak from {format_memory(least)} to {format_memory(peak)}"
+    why = (
+        "the peak is in the backward pass of one block, when all its activations are on "
+        "the device again"
+    )
+    return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
 
 def _simulate_reserved(
@@ -56,7 +83,7 @@ def _simulate_reserved(
     from ptrain.installed import require_torch
 
     require_torch()
-    from ptrain.report.reserved import reserved_lines
+    from ptrain.report.simulation import reserved_lines
     from ptrain.simulation.choice import choose_ranks
     from ptrain.simulation.execute import simulate
 

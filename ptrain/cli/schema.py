@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from ptrain.errors import PtrainError
-from ptrain.spec.schema import schema_text
+from ptrain.spec.check import schema_text
 
 
 def run(args: Namespace) -> int:

@@ -25,10 +25,10 @@ from ptrain.derivation.kernels import workspaces
 from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
-from ptrain.report.heading import heading
 from ptrain.report.record import result_record, rows_of
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.simulation import GARBAGE, RankReport, simulation_screen
+from ptrain.report.table import heading
 from ptrain.runtime import simulated_gpu
 from ptrain.runtime.patches import require_supported
 from ptrain.selection.recompute import resolve_auto

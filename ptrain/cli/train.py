@@ -23,11 +23,11 @@ from ptrain.report.routing import is_routing_recorded
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
-from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_file_tier, require_leave, require_transformers
 from ptrain.train import environment, options
+from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import (
     Claim,
     RunFolder,
@@ -36,11 +36,8 @@ from ptrain.train.folder import (
     require_resumable,
     restart_source,
 )
-from ptrain.train.guard import rank_module
-from ptrain.train.heading import rank_stage_texts
-from ptrain.train.host_memory import require_ranks_fit_host
-from ptrain.train.launch import launch_ranks
-from ptrain.train.options import Options, require_profiled_steps
+from ptrain.train.heading import rank_stage_texts, require_ranks_fit_host
+from ptrain.train.options import Options, rank_module, require_profiled_steps
 from ptrain.train.tracker import require_trackers, tracker_names
 
 

@@ -22,17 +22,15 @@ from ptrain.installed import require_torch
 from ptrain.plan.lower import built_in_facts
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.recompute import resolve_auto
-from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import load_names
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_file_tier, require_leave, require_transformers
 from ptrain.spec.write import to_yaml
 from ptrain.train import environment
+from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder
-from ptrain.train.heading import rank_stage_texts
-from ptrain.train.host_memory import require_host_memory
-from ptrain.train.launch import launch_ranks
+from ptrain.train.heading import rank_stage_texts, require_host_memory
 from ptrain.verification import options
 from ptrain.verification.options import VerifyOptions, spec_source, to_argv
 

@@ -38,7 +38,7 @@ from ptrain.models.pretrained import (
     config_of_class,
 )
 from ptrain.models.published_config import StoredTensor, stored_tensor
-from ptrain.report.heading import model_name
+from ptrain.report.table import model_name
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.published import config_of, load_kinds, read_config

@@ -33,9 +33,8 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.external import dataset_of
 from ptrain.models.objective import in_dtype_of
-from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSource, DataSpec, cycle_quotas
-from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
+from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec, UserFunction
 from ptrain.spec.spec import Spec
 
 # Rounds of the Feistel network. Luby and Rackoff prove that four rounds of pseudo-random functions

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import EvaluatedWork, Setting, evaluate_table
+from ptrain.derivation.tables import EvaluatedTable, Setting, evaluate_table
 from ptrain.facts.model import InnerCollective
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.model import Attention, Family, ModelShape
@@ -201,10 +201,9 @@ def _context_block(setting: Setting, part: ContextPart, kept: ActivationMode) ->
     )
 
 
-@cache
-def block_work(setting: Setting) -> EvaluatedWork:
+def block_work(setting: Setting) -> EvaluatedTable:
     """Return the compute and communication of the blocks of a setting."""
-    return EvaluatedWork(TablePart.BLOCK, setting, setting.values)
+    return evaluate_table(TablePart.BLOCK, setting, is_work=True)
 
 
 def _pass_numbers(
@@ -214,7 +213,7 @@ def _pass_numbers(
 
     The tier has no effect, because copies between tiers are not operators.
     """
-    ways = block_work(setting).table.content[attention.value]
+    ways = block_work(setting).content[attention.value]
     return ways[mode_name(ActivationMode(policy=kept.policy))], ways[mode_name(PLAIN)]
 
 

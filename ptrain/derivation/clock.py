@@ -30,10 +30,10 @@ from ptrain.rates.pace import (
     operators_seconds,
 )
 from ptrain.runtime.interface import Shape
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.cluster import Hook, OperatorKind
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.placement import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 

@@ -15,7 +15,7 @@ them, and the best MFU of the collected steps by peak FLOP/s of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,12 +40,12 @@ from ptrain.cost import (
 )
 from ptrain.derivation import blocks
 from ptrain.derivation.clock import LaneSpan
+from ptrain.derivation.ghosts.wrapping import startup_bytes
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import placement_warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.memory import startup_bytes
 from ptrain.derivation.paper import notes, paper
 from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
 from ptrain.derivation.work import rank_operations
@@ -77,7 +77,8 @@ _FP8_TIME = (
     "cluster has no rate for them"
 )
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
-PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
+_PROGRAM_TIME = "the host's time to enter a compiled program is not included"
+_PROGRAM_OF_CPU = "the compiled blocks are estimated from the CPU program: a GPU's may fuse others"
 _PROVEN = ("2.13",)  # versions of torch whose programs allocated the predicted bytes in tests
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
@@ -286,11 +287,8 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
 
 def not_traceable(spec: Spec, shape: ModelShape) -> str:
     """Return why a built-in model cannot be traced as the spec runs it; empty if it can."""
-    if spec.compile is not Compiled.NONE:
-        if spec.is_for_cuda:
-            return PROGRAMS_OF_GPUS
-        if torch_minor() not in _PROVEN:
-            return f"{_UNPROVEN} {torch_minor()}"
+    if spec.compile is not Compiled.NONE and torch_minor() not in _PROVEN:
+        return f"{_UNPROVEN} {torch_minor()}"
     return _NOT_ON_CPU if shape.attention is Attention.FLEX else ""
 
 
@@ -338,8 +336,8 @@ def exact_estimate(
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, limit)
         memory = memory.and_then(flight.memory)
         step = flight.step
-        if step and _is_fp8_derived(spec):
-            step = step._replace(assumed=(*step.assumed, _FP8_TIME))
+        if step:
+            step = step._replace(assumed=(*step.assumed, *_time_assumptions(spec)))
         estimate = replace(estimate, memory=memory, peak=flight.peaks, step=step)
     else:
         reason = _NOT_TRACED if plan.pipeline is None else _NOT_TRACED_BY_STAGE
@@ -357,6 +355,15 @@ def exact_estimate(
         accounts=own if len(own) > 1 else (),
         account_of=account_of if len(own) > 1 else (),
     )
+
+
+def _time_assumptions(spec: Spec) -> Iterator[str]:
+    """Yield sentences about the times of fp8 products and of compiled blocks."""
+    if _is_fp8_derived(spec):
+        yield _FP8_TIME
+    if spec.compile is not Compiled.NONE:
+        yield _PROGRAM_TIME
+        yield from (_PROGRAM_OF_CPU,) * spec.is_for_cuda
 
 
 def _is_fp8_derived(spec: Spec) -> bool:

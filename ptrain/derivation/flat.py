@@ -18,14 +18,14 @@ from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.units import ModelRuntime, U, UnitParts, UnitRuntime, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.cost import Collective, State
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.runtime.ghost import EventReceiver, Ghost, GhostRuntime, Storage
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.placement import Axis, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
@@ -206,7 +206,7 @@ class GhostMembers:
     def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
         cloned."""
-        self._reader.record_allocation(autograd.added_bytes(gradient), Tier.DEVICE)
+        self._reader.record_allocation(wrapping.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
             self._reader.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size)

@@ -12,7 +12,8 @@ from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import (
+from ptrain.axes.pipeline.schedule import Action, Schedule
+from ptrain.axes.pipeline.stage_facts import (
     Instruction,
     Message,
     Receive,
@@ -20,13 +21,20 @@ from ptrain.axes.pipeline.instructions import (
     Send,
     training_instructions,
 )
-from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation import tensor
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore, play_pass
-from ptrain.derivation.ghosts.wrapping import Wrapping, norm_bytes, time_clipping
+from ptrain.derivation.ghosts.wrapping import (
+    Wrapping,
+    always,
+    least_above,
+    norm_bytes,
+    peaks,
+    sum_in_time,
+    time_clipping,
+)
 from ptrain.derivation.layers import Representatives, represent, stage_passes
 from ptrain.derivation.machine import (
     Gaps,
@@ -35,13 +43,12 @@ from ptrain.derivation.machine import (
     idle_gaps,
     step_time,
 )
-from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
 from ptrain.facts.model import Passes, net_bytes
+from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
 from ptrain.timeline import Kind, Run

@@ -36,6 +36,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import counted_torch
 from ptrain.spec.block import Bias
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Matmul
@@ -97,9 +98,11 @@ class FusedAttention(NamedTuple):
 
     def statistics(self, sm: int | None) -> Statistics | None:
         """Return the statistics that the kernel keeps, or None if there is no known kernel."""
-        if (kernel := self.kernel(sm)) is None:
-            return None
-        return Statistics(self.sequence, *_read_table("kernels")[kernel])
+        return (
+            None
+            if (kernel := self.kernel(sm)) is None
+            else Statistics(self.sequence, *_read_table("kernels")[kernel])
+        )
 
     def goes_by_operators(self, sm: int | None) -> bool:
         """Return True if torch is known to run separate operators, although a kernel supports
@@ -144,11 +147,6 @@ def _of_torch(name: str, torch: str) -> Any:
     return versions.get(torch, versions[REFERENCE_TORCH])
 
 
-def most_rows() -> int:
-    """Return the largest multiple to which any kernel pads its rows."""
-    return max(int(rows) for rows, _ in _read_table("kernels").values())
-
-
 def row_name(dtype: DType, *, drops: bool) -> str:
     """Return the name of a table row for a dtype, with or without dropout."""
     return f"{dtype}-dropout" if drops else str(dtype)
@@ -189,9 +187,11 @@ def is_by_operators(spec: Spec) -> bool:
     The scores are then in memory. Attention with dropout is unknown and gives False.
     """
     attention = attention_of(spec)
-    if attention is None or attention.drops:
-        return False
-    return attention.goes_by_operators(capability(spec))
+    return (
+        False
+        if attention is None or attention.drops
+        else attention.goes_by_operators(capability(spec))
+    )
 
 
 def may_be_fused(spec: Spec) -> bool:
@@ -241,6 +241,7 @@ _NOT_CONFIRMED = (
     "H100 (sm 90), for unsharded built-in models"
 )
 _FP8 = "the workspaces of fp8 products have not been measured on a GPU"
+_PROGRAMS = "compiled blocks are those of the CPU program, and a GPU's may fuse other operators"
 _H100 = 90  # compute capability
 
 
@@ -253,6 +254,8 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     shape = spec.model
     drops = shape.has_dropout if isinstance(shape, ModelShape) else facts.draws
     why = _unknown_kernel_reason(spec, facts)
+    if not why and spec.is_for_cuda and spec.compile is not Compiled.NONE:
+        why = _PROGRAMS
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
     if not why and spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
@@ -267,10 +270,10 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
     """Return True if a search may rank by the peak on GPUs.
 
-    The peak must be claimed, or be unclaimed only because attention over cp was not measured on a
-    GPU.
+    The peak must be claimed, or be unclaimed only because attention over cp, fp8 products or
+    compiled blocks were not measured on a GPU.
     """
-    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT)
+    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT, _FP8, _PROGRAMS)
 
 
 def _is_confirmed(spec: Spec) -> bool:
@@ -292,7 +295,9 @@ def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     """
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
-        is_padded = spec.batch.sequence % most_rows() != 0
+        # the largest multiple to which any kernel pads its rows
+        multiple = max(int(rows) for rows, _ in _read_table("kernels").values())
+        is_padded = spec.batch.sequence % multiple != 0
         if spec.precision.effective_layout.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):

@@ -15,7 +15,7 @@ as the wrap's `reach`, are therefore simulated individually.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -204,7 +204,7 @@ class LayerPasses(NamedTuple):
             units: The modules of each simulated unit.
             turns: The simulated layers, each with the number of layers it represents.
         """
-        evaluated = _evaluated_table(self.setting)
+        evaluated = evaluate_table(TablePart.PASSES, self.setting.without_context)
         of_place, places = evaluated.content[self.place], places_of(units)
         is_whole = not self.is_plain or self.head is not None
         return {
@@ -217,7 +217,7 @@ class LayerPasses(NamedTuple):
         """Return the bytes of the tensor that a stage sends to the next one."""
         if self.head is not None:
             return self.head.output
-        evaluated = _evaluated_table(self.setting)
+        evaluated = evaluate_table(TablePart.PASSES, self.setting.without_context)
         number: int = evaluated.content[self.place]["output"]
         return evaluated.sizes[number]
 
@@ -269,17 +269,14 @@ def _layer_items(
         held: Bytes of the layer's input, if it is sent by another stage.
         head: The loss in chunks that follows the layer, or None.
     """
-    base: Sequence[Any] = _evaluated_table(setting).events(*parts)
+    base: Sequence[Any] = evaluate_table(TablePart.PASSES, setting.without_context).events(*parts)
     if head is not None:
         base = head.wrap_last_block(_PASSES[kind], base)
-    if kept is None:
-        return base
-    return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
-
-
-@cache
-def _evaluated_table(setting: Setting) -> EvaluatedTable:
-    return evaluate_table(TablePart.PASSES, setting.without_context)
+    return (
+        base
+        if kept is None
+        else blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
+    )
 
 
 def places_of(units: Units) -> Places:

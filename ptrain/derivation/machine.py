@@ -16,10 +16,9 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import output_message
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
-from ptrain.axes.pipeline.stage_facts import chain_of
+from ptrain.axes.pipeline.stage_facts import chain_of, output_message
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches, with_stragglers
 from ptrain.derivation.computing import PassScore, block_names, score_pass, work_of_stage
@@ -31,8 +30,8 @@ from ptrain.facts.model import ModelFacts, ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
 from ptrain.rates.measured import missing_rates_reason, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
+from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind
@@ -81,9 +80,11 @@ class StepTiming(NamedTuple):
         # On a CPU the sender's cores copy the message. Its time is part of the action already
         # (`sends`).
         costs = ActionCosts(seconds=seconds, communication=self._message if overlaps else 0.0)
-        if self.speed is None:
-            return simulate(self.schedule, costs)
-        return simulate_sharing(self.schedule, costs, self.speed)
+        return (
+            simulate(self.schedule, costs)
+            if self.speed is None
+            else simulate_sharing(self.schedule, costs, self.speed)
+        )
 
     @property
     def _message(self) -> float:
@@ -238,8 +239,10 @@ def _lane_spans(
             is_forward = span.step.parts[0].kind is Kind.FORWARD
             phase = Phase.FORWARD if is_forward else Phase.BACKWARD
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
-    for rank in ranks:
-        yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
+    yield from (
+        LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
+        for rank in ranks
+    )
 
 
 def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:

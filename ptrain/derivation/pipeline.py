@@ -34,9 +34,8 @@ from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.ghosts.table import make_wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping, norm_traffic
+from ptrain.derivation.ghosts.wrapping import Wrapping, by_shard, norm_traffic, other_bytes, summed
 from ptrain.derivation.layers import Pairs, block_kinds, moved_and_repeated
-from ptrain.derivation.memory import by_shard, other_bytes, summed
 from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage

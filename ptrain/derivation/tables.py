@@ -9,10 +9,11 @@ stage. `traces.work_tables` makes these tables.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from itertools import groupby
@@ -25,9 +26,9 @@ from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.kernels import Statistics, statistics_of
 from ptrain.facts.model import InnerCollective, LayerWork, Operator, PassWork
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Mark, Run, run
 
@@ -254,122 +255,50 @@ def _merge_run(deltas: list[int]) -> Iterator[Run]:
 
 
 Parts = tuple[int, ...]  # numbers of a table's parts, in order
-
-
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
-class EvaluatedTable:
-    """A table with the bytes of each of its sizes."""
-
-    content: Mapping[str, Any]
-    sizes: tuple[int, ...]
-    known: dict[Parts, tuple[Any, ...]] = field(default_factory=dict, compare=False, repr=False)
-
-    def events(self, *parts: int) -> list[Any]:
-        """Return the concatenated events of the parts with these numbers."""
-        if parts not in self.known:
-            written = self.content["parts"]
-            events = (event for part in parts for event in written[part])
-            self.known[parts] = tuple(merge_events(events, self.sizes))
-        return [*self.known[parts]]
-
-
-@cache
-def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
-    return monomials(archive.read(part, name, way))
-
-
-def evaluate_table(
-    part: TablePart, setting: Setting, values: Mapping[str, int] | None = None
-) -> EvaluatedTable:
-    """Return a setting's table at its dimensions, or at `values`. Raises KeyError without one."""
-    key = part, setting.name(part), setting.way(part)
-    return EvaluatedTable(
-        archive.read(*key),
-        evaluated(
-            _sizes(*key),
-            setting.values if values is None else values,
-            setting.compute.itemsize,
-            setting.statistics,
-        ),
-    )
-
-
+DecodedTable = tuple[Mapping[str, Any], tuple[Monomial, ...]]  # its JSON, and its sizes
 _COLLECTIVES = {collective.value for collective in Collective}
 _TOKENS = "sequence"
 
 
-class _ListedOperator(NamedTuple):
-    """An operator or a collective of a table. `sizes` are indices of sizes, `dtype` None is the
-    compute dtype. `axis` and `is_whole` are as in `InnerCollective` and `Operator`."""
-
-    kind: OperatorKind | Collective
-    dtype: DType | None
-    sizes: tuple[int, ...]
-    axis: str = ""
-    is_whole: bool = False
-
-    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
-        """Return the operator or collective for these bytes of the table's sizes."""
-        own = tuple([sizes[number] for number in self.sizes])
-        if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0], axis=self.axis)
-        dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
-
-
-class WorkTable(NamedTuple):
-    """One way of a table of operators. `passes` are lists of operator numbers."""
-
-    content: Mapping[str, Any]
-    sizes: tuple[Monomial, ...]
-    operators: tuple[_ListedOperator, ...]
-    passes: tuple[tuple[int, ...], ...]
-
-
 @cache
-def work_table(part: TablePart, name: str, way: str) -> WorkTable:
-    """Return the decoded operators of one way of a table."""
-    content = archive.read(part, name, way)["work"]
-    return WorkTable(
-        content,
-        monomials(content),
-        tuple(
-            _ListedOperator(
-                Collective(name) if name in _COLLECTIVES else OperatorKind(name),
-                DType(dtype) if dtype else None,
-                tuple(sizes),
-                *more,
-            )
-            for name, dtype, sizes, *more in content["operators"]
-        ),
-        tuple(map(tuple, content.get("parts", ()))),
-    )
+def _decode_table(part: TablePart, name: str, way: str, *, is_work: bool) -> DecodedTable:
+    content = archive.read(part, name, way)
+    content = content["work"] if is_work else content
+    return content, monomials(content)
 
 
-class EvaluatedWork:
-    """A table of operators at a setting's dimensions."""
+class EvaluatedTable:
+    """The parts of a table at a setting's dimensions. A part is a list of events, or, in the table
+    of operators (`is_work`), a list of the numbers of operators."""
 
-    def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
-        self.table = work_table(part, setting.name(part), setting.way(part))
+    def __init__(self, part: TablePart, setting: Setting, *, is_work: bool) -> None:
+        key = part, setting.name(part), setting.way(part)
+        self.content, self._monomials = _decode_table(*key, is_work=is_work)
+        values = values_of(setting) if part is TablePart.LOSS else setting.values
         self._compute, self._sequence = setting.compute, setting.sequence
-        self._sizes = [size.bytes(values, self._compute.itemsize) for size in self.table.sizes]
+        self.sizes = evaluated(self._monomials, values, self._compute.itemsize, setting.statistics)
+        self._events: dict[Parts, tuple[Any, ...]] = {}
+        self._operators: dict[int, Operator | InnerCollective] = {}
         # Equal operators are one object, so that they can be compared by identity.
         self._distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
-        self._known: dict[int, Operator | InnerCollective] = {}
-        self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
+
+    def events(self, *parts: int) -> list[Any]:
+        """Return the concatenated events of the parts with these numbers."""
+        if parts not in self._events:
+            events = itertools.chain.from_iterable(self.content["parts"][part] for part in parts)
+            self._events[parts] = tuple(merge_events(events, self.sizes))
+        return [*self._events[parts]]
 
     def layer_work(self, numbers: Mapping[str, int]) -> LayerWork:
-        """Return a layer's work from the pass numbers by name."""
-        return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
+        """Return a layer's work from the part numbers of its passes by name."""
+        return LayerWork(**{name: self.pass_work(number) for name, number in numbers.items()})
 
-    def of_pass(self, numbers: Iterable[int]) -> PassWork:
-        """Return the concatenated operators of passes, with equal consecutive ones merged."""
-        parts = (self.table.passes[number] for number in numbers)
-        of_pass = (self.operator(operator) for part in parts for operator in part)
-        runs = ([*alike] for _, alike in groupby(of_pass, id))
+    def pass_work(self, *parts: int) -> PassWork:
+        """Return the concatenated operators of the parts, with equal consecutive ones merged."""
+        runs = ([*alike] for _, alike in groupby(self.operators(*parts), id))
         return tuple([self._repeat(run[0], len(run)) for run in runs])
 
-    def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
+    def group_work(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
         """Return a pass from groups of (operator number, repetitions, operators that run before it
         is awaited). Collectives, except sends, run over `ranks` neighbours."""
 
@@ -383,15 +312,15 @@ class EvaluatedWork:
 
         return tuple([entry(*group) for group in groups])
 
-    def operators(self, number: int) -> Iterator[Operator | InnerCollective]:
-        """Yield the operators and collectives of the pass with this number."""
-        return map(self.operator, self.table.passes[number])
+    def operators(self, *parts: int) -> Iterator[Operator | InnerCollective]:
+        """Yield the operators and collectives of the parts with these numbers."""
+        return (self.operator(number) for part in parts for number in self.content["parts"][part])
 
-    def flops(self, number: int, scores: int) -> int:
+    def flops(self, part: int, scores: int) -> int:
         """Return the floating-point operations of a pass. `scores` replaces the square of the
         tokens in products that are quadratic in them."""
         total = 0
-        for own, times in Counter(self.table.passes[number]).items():
+        for own, times in Counter(self.content["parts"][part]).items():
             flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
             # Only attention's products are quadratic in the tokens. A kernel computes fewer scores
             # than the square if it skips masked blocks or has other ranks' tokens.
@@ -402,25 +331,37 @@ class EvaluatedWork:
 
     def _token_powers(self, operator: int) -> int:
         """Return the exponent of the tokens of a sample in an operator's dimensions."""
-        sizes = (self.table.sizes[size] for size in self.table.operators[operator].sizes)
+        sizes = (self._monomials[size] for size in self.content["operators"][operator][2])
         return sum(dict(size.exponents).get(_TOKENS, 0) for size in sizes)
 
     def operator(self, number: int) -> Operator | InnerCollective:
-        """Return the operator with this number. A way uses few of a table's operators."""
-        if number not in self._known:
-            operator = self.table.operators[number].at(self._sizes, self._compute)
-            self._known[number] = self._distinct.setdefault(operator, operator)
-        return self._known[number]
+        """Return the operator or collective with this number. A way uses few of a table's."""
+        if number not in self._operators:
+            # `more` is empty, [axis] or ["", is_whole], as in `InnerCollective` and `Operator`.
+            name, dtype, numbers, *more = self.content["operators"][number]
+            sizes = tuple([self.sizes[size] for size in numbers])
+            what: Operator | InnerCollective
+            if name in _COLLECTIVES:
+                what = InnerCollective(Collective(name), sizes[0], 1, *more)
+            else:
+                kind, own = OperatorKind(name), DType(dtype) if dtype else self._compute
+                shape = (sum(sizes),) if kind.is_of_bytes else sizes
+                what = Operator(kind, own, shape, 1, *more[1:])
+            self._operators[number] = self._distinct.setdefault(what, what)
+        return self._operators[number]
 
     def _repeat(
         self, operator: Operator | InnerCollective, times: int
     ) -> Operator | InnerCollective:
-        if times == 1:
-            return operator
-        key = id(operator), times
-        if key not in self._repeated:
-            self._repeated[key] = operator._replace(times=times)
-        return self._repeated[key]
+        repeated = operator if times == 1 else operator._replace(times=times)
+        return self._distinct.setdefault(repeated, repeated)
+
+
+@cache
+def evaluate_table(part: TablePart, setting: Setting, *, is_work: bool = False) -> EvaluatedTable:
+    """Return a setting's table of events, or of operators, at its dimensions. Raises KeyError
+    without one."""
+    return EvaluatedTable(part, setting, is_work=is_work)
 
 
 # Symbols of sizes, in the order of division: features; the rank's tokens between blocks, tokens of
@@ -470,9 +411,11 @@ class Pieces(NamedTuple):
         # makes the table valid for fewer chunks, so that fewer of them are stored one by one.
         front = _strip_end(self.front, self.every)
         behind = _strip_end(self.behind[::-1], self.later[::-1])
-        if front is None or behind is None:
-            return None
-        return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
+        return (
+            None
+            if front is None or behind is None
+            else self._replace(least=self.least - 1, front=front, behind=behind[::-1])
+        )
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
@@ -515,7 +458,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
-    evaluated = evaluate_table(TablePart.LOSS, setting.without_context, values)
+    evaluated = evaluate_table(TablePart.LOSS, setting.without_context)
     entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (

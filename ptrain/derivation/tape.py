@@ -21,9 +21,9 @@ from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Complete, Kind, Mark, Timeline, boundaries

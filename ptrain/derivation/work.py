@@ -39,13 +39,14 @@ from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
-from ptrain.steps.step import Plan
+from ptrain.steps.step import ChunkedLoss, Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
 _FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
 _NO_TABLE = "the operators of the model are unknown: there is no table and no trace"
-_COMPILED = "the time of compiled programs is not predicted yet"
+_UNTRACED = "the operators of the model are unknown, because they are in no trace"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
@@ -78,10 +79,10 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return the reason why the model's operators are unknown. Empty if they are known."""
-    if spec.compile is not Compiled.NONE:
-        return _COMPILED
     if _traced_work(plan, facts, 0) is not None:
         return ""
+    if spec.compile is not Compiled.NONE or spec.precision.matmul is not Matmul.NONE:
+        return facts.untraced or _UNTRACED
     shape = spec.model
     is_known = plan.context is None or is_tabulated(spec)
     if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
@@ -107,7 +108,7 @@ def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
     if setting.context is not None:
         return _context_layer_work(setting, setting.context, kept)
     evaluated = blocks.block_work(setting)
-    content, attention = evaluated.table.content, setting.shape.attention
+    content, attention = evaluated.content, setting.shape.attention
     entry = content[attention.value][blocks.mode_name(kept)]
     is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
@@ -120,11 +121,11 @@ def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
 
 def _context_layer_work(setting: Setting, part: ContextPart, kept: ActivationMode) -> LayerWork:
     """Return the work of a layer that attends to the tokens of other ranks."""
-    evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
-    entry = evaluated.table.content[blocks.mode_name(kept)]
+    evaluated = tables.evaluate_table(TablePart.CONTEXT, setting, is_work=True)
+    entry = evaluated.content[blocks.mode_name(kept)]
     ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
     passes = (unroll_hops(entry[name][part.table_place], part) for name in ("forward", "backward"))
-    forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
+    forward, backward = (evaluated.group_work(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 
 
@@ -174,8 +175,8 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
     """
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
-    evaluated = tables.EvaluatedWork(TablePart.PASSES, setting, setting.values)
-    content = evaluated.table.content
+    evaluated = tables.evaluate_table(TablePart.PASSES, setting, is_work=True)
+    content = evaluated.content
     front, behind = content["front"], content["behind"]
     if is_staged:
         front = {**front, "weights": front["backward"]}
@@ -187,14 +188,13 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
 
 def _chunked_loss_work(setting: Setting) -> LayerWork:
     """Return the work after the layers for a loss in chunks."""
-    values = tables.values_of(setting)
     untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
-    evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
-    listed = evaluated.table.content["rest" if values["rest"] else "even"]
+    evaluated = tables.evaluate_table(TablePart.LOSS, untied, is_work=True)
+    listed = evaluated.content["rest" if tables.values_of(setting)["rest"] else "even"]
     chunks = tables.full_chunks(setting)
     return LayerWork(
         **{
-            name: evaluated.of_pass(tables.parts_of(listed[name], chunks))
+            name: evaluated.pass_work(*tables.parts_of(listed[name], chunks))
             for name in ("forward", "backward")
         }
     )
@@ -273,7 +273,7 @@ def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple
     micro_batches = plan.accumulate.micro_batches
     yield "forward", micro_batches * product
     yield "backward", 2 * micro_batches * product
-    if plan.loss is None:
+    if not isinstance(plan.loss, ChunkedLoss):
         return
     yield "again", micro_batches * product
     if plan.pipeline is not None:

@@ -38,8 +38,7 @@ from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
 from ptrain.spec.dials import Compiled
-from ptrain.spec.function import UserFunction
-from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.model import HuggingFaceModel, UserFunction
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 

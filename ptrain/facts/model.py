@@ -19,11 +19,10 @@ from typing import NamedTuple, Self
 
 from ptrain.cost import Collective
 from ptrain.facts.stages import Chain, Units
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.model import ModelSpec
-from ptrain.spec.placement import Axis
+from ptrain.spec.placement import Axis, Fusions, Roles
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
-from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Boundary, Complete, Item, Kind, Repeated, Run, Timeline, run
 
 NO_LAYER = -1

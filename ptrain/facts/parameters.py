@@ -16,8 +16,7 @@ from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import EXPERT_AXES
-from ptrain.spec.role import Role, Roles
+from ptrain.spec.placement import EXPERT_AXES, Role, Roles
 from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of its experts

@@ -9,10 +9,11 @@ C functions allocate them and bypass the dispatcher.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrain.internals.part import PrivatePart, replace_attributes
 
 _DEVICES = ("cpu", "cuda")
-_KERNELS = ("cpp_pybinding", "cpp", "triton")
+_KERNELS = ("cpp", "triton")
 _guards: Any = torch._C._dynamo.guards
 
 PARTS = (
@@ -103,12 +104,15 @@ def silent_programs() -> Iterator[None]:
     _forget_programs()
     try:
         with (
-            replace_attributes(AsyncCompile, **dict.fromkeys(_KERNELS, _silent)),
+            replace_attributes(
+                AsyncCompile, cpp_pybinding=_SilentKernel, **dict.fromkeys(_KERNELS, _UnknownKernel)
+            ),
             replace_attributes(
                 _guards, _reinterpret_tensor=_reinterpreted, assert_size_stride=_unchecked
             ),
             torch._inductor.config.patch(**options),
             torch._functorch.config.patch(enable_autograd_cache=False),
+            seen_buffers(),  # under fake tensors the C functions would allocate real ones
         ):
             yield
     finally:
@@ -139,14 +143,68 @@ def _forget_programs() -> None:
         codecache.PyCodeCache.cache_clear()
 
 
+class ProgramKernel(NamedTuple):
+    """A run of a fused kernel of a generated program.
+
+    Attributes:
+        read: The tensors that it reads.
+        written: The tensors that it writes; tensors that it changes in place are in both.
+        source: Its source code.
+    """
+
+    read: Sequence[torch.Tensor]
+    written: Sequence[torch.Tensor]
+    source: str
+
+
+NoteKernel = Callable[[ProgramKernel | None], None]
+_observers: list[NoteKernel] = []
+
+
+@contextmanager
+def seen_kernels(note: NoteKernel) -> Iterator[None]:
+    """Temporarily call `note` with each run of a silent kernel; None if its arguments are
+    unknown."""
+    _observers.append(note)
+    try:
+        yield
+    finally:
+        _observers.remove(note)
+
+
 class _SilentKernel:
-    def __call__(self, *_: Any, **__: Any) -> None: ...
+    """A kernel of a CPU that computes nothing.
 
-    def run(self, *_: Any, **__: Any) -> None: ...
+    inductor declares tensors that a kernel changes in place first, then those that it reads, which
+    are const, then those that it only writes (torch/_inductor/codegen/common.py, KernelArgs, 2.13).
+    """
+
+    def __init__(self, types: Sequence[str], source: str) -> None:
+        self._types, self._source = types, source
+        self._in_place = len(set(re.findall(r"\bin_out_ptr\d+", source)))
+
+    def __call__(self, *given: Any) -> None:
+        read, written = [], []
+        for place, (kind, argument) in enumerate(zip(self._types, given, strict=True)):
+            if isinstance(argument, torch.Tensor):  # others are sizes
+                if kind.startswith("const") or place < self._in_place:
+                    read.append(argument)
+                if not kind.startswith("const"):
+                    written.append(argument)
+        for note in _observers:
+            note(ProgramKernel(read, written, self._source))
 
 
-def _silent(*_: Any, **__: Any) -> _SilentKernel:
-    return _SilentKernel()
+class _UnknownKernel:
+    """A kernel that computes nothing and does not show its arguments."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        for note in _observers:
+            note(None)
+
+    run = __call__
 
 
 def _unchecked(*_: Any) -> None: ...
@@ -157,7 +215,8 @@ def _reinterpreted(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> 
     """Replace the C function by an operator, because fake tensors support only operators."""
     # The C function counts the offset from the tensor's first element, and `as_strided` from that
     # of the storage.
-    return x.as_strided(size, stride, x.storage_offset() + offset)
+    with replace_attributes(_Buffers, are_born=True):
+        return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 Allocate = Callable[[Any, Any, torch.dtype], torch.Tensor]
@@ -194,7 +253,8 @@ class _Buffers:
 
 
 def is_buffer() -> bool:
-    """Return True if the current operator allocates a buffer of a generated program."""
+    """Return True if the current operator replaces a C function of a generated program, which
+    allocates a buffer or returns a view of one."""
     return _Buffers.are_born
 
 

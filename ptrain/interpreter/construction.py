@@ -42,7 +42,7 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
+from ptrain.steps.step import BalanceExperts, LossStep, Pipeline, Plan
 from ptrain.steps.wraps import ExecutedStep
 
 
@@ -202,7 +202,7 @@ class Construction:
     order: FusedOrder = field(default_factory=FusedOrder)
     context: ContextGroups | None = None
     own_tokens: Callable[[StepBatch], StepBatch] = lambda batch: batch  # the rank's tokens
-    inside_of: Callable[[ChunkedLoss], LossInHead] = LossInHead  # for full logits
+    inside_of: Callable[[LossStep], LossInHead] = LossInHead  # for full logits
     loss: Loss = field(default_factory=Loss)  # the loss of the model
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None
     clipping: Clipping | None = None

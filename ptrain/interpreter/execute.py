@@ -31,7 +31,7 @@ from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelP
 from ptrain.interpreter.look import ModuleFiller
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, SequentialRunner, StepLoss
 from ptrain.models.compiled import compile_blocks
-from ptrain.models.float8 import use_float8
+from ptrain.models.float8 import require_fp8_device, use_float8
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -46,9 +46,11 @@ from ptrain.steps.step import (
     ChunkedLoss,
     Clip,
     Compile,
+    CompiledLoss,
     ContextParallel,
     CreateMesh,
     Keep,
+    LossStep,
     Parallelize,
     Pipeline,
     Quantize,
@@ -167,16 +169,22 @@ def _keep_less(step: Keep, piece: ModelPart, rank: Construction) -> None:
 
 def _quantize(step: Quantize, piece: ModelPart, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "units are already wrapped, with other linear layers")
+    dtype = TORCH_DTYPES[rank.spec.precision.effective_layout.parameters]
+    require_fp8_device(rank.world.device, dtype, step.recipe)
     use_float8(piece.module, step.linears, step.recipe)
 
 
-def _compile(step: Compile, piece: ModelPart, rank: Construction) -> None:
+def _require_compiler(rank: Construction) -> None:
     if rank.world.device.type == "cpu" and lacks_compiler():
         raise refused(
             "compile",
             "torch.compile needs a C++ compiler on CPUs, and there is none",
             "Install one, such as g++, or use `compile=none`.",
         )
+
+
+def _compile(step: Compile, piece: ModelPart, rank: Construction) -> None:
+    _require_compiler(rank)
     _require(
         piece.wrapped is None,
         step,
@@ -202,12 +210,14 @@ def _wrap_units(step: Wrap, piece: ModelPart, rank: Construction) -> None:
         filling.fill_all()
 
 
-def _chunk_loss(step: ChunkedLoss, piece: ModelPart, rank: Construction) -> None:
+def _compute_loss_in_head(step: LossStep, piece: ModelPart, rank: Construction) -> None:
     _require(
         piece.wrapped is not None,
         step,
         "the head is not wrapped yet, so its weights would not be all-gathered",
     )
+    if isinstance(step, CompiledLoss):
+        _require_compiler(rank)
     if not rank.loss.is_inside:
         rank.loss = Loss(inside=rank.inside_of(step))
     if piece.has_logits:
@@ -292,5 +302,6 @@ OF_PIECES: dict[type[PlanStep], Callable[[Any, ModelPart, Construction], None]] 
     Replicate: _wrap_units,
     FullyShard: _wrap_units,
     FlatUnits: _wrap_units,
-    ChunkedLoss: _chunk_loss,
+    ChunkedLoss: _compute_loss_in_head,
+    CompiledLoss: _compute_loss_in_head,
 }

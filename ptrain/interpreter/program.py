@@ -42,10 +42,9 @@ from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.show import format_plan
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import World
-from ptrain.spec.extras import require_leave_of
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_leave_of
 
 _REMEDY = "Use the same spec, model and code on every rank."
 _SAMPLES_REMEDY = (
@@ -506,8 +505,7 @@ class Program:
         yield from self.update.storages()
         if self.scaling is not None:
             yield from self.scaling.storages()
-        for buffer in self.model.buffers():
-            yield State.OTHER, buffer
+        yield from ((State.OTHER, buffer) for buffer in self.model.buffers())
         yield State.OTHER, self.loss.share
         if self.batch is not None:
             yield from ((State.OTHER, tensor) for tensor in self.batch.tensors)

@@ -65,8 +65,10 @@ def parameters(program: Program) -> Iterator[Holding]:
     for target in targets(program):
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
-        for name, part, tensor in _parameter_parts(target):
-            yield Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
+        yield from (
+            Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
+            for name, part, tensor in _parameter_parts(target)
+        )
 
 
 def gradients(program: Program) -> Iterator[Holding]:
@@ -76,8 +78,10 @@ def gradients(program: Program) -> Iterator[Holding]:
     the same values. Gradients that an update in the backward pass has consumed are left out too.
     """
     for target in targets(program):
-        for name, part, tensor in _gradient_parts(target):
-            yield Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
+        yield from (
+            Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
+            for name, part, tensor in _gradient_parts(target)
+        )
 
 
 def optimizer_state(program: Program) -> Iterator[Holding]:
@@ -89,13 +93,15 @@ def optimizer_state(program: Program) -> Iterator[Holding]:
         for key, stored in tensors.items():
             if key == COUNTER or stored.is_meta:
                 continue
-            for name, part, tensor in _slot_parts(target, stored):
-                yield Holding(
-                    Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor
-                )
+            yield from (
+                Holding(Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor)
+                for name, part, tensor in _slot_parts(target, stored)
+            )
     if program.scaling is not None:
-        for key, tensor in program.scaling.state().items():
-            yield Holding(Subject.OPTIMIZER, "scaling", key, "", tensor)
+        yield from (
+            Holding(Subject.OPTIMIZER, "scaling", key, "", tensor)
+            for key, tensor in program.scaling.state().items()
+        )
 
 
 def buffers(program: Program) -> Iterator[Holding]:
@@ -349,8 +355,10 @@ def _pairs_with_master(
             others = held.cuts.take_part(master, kept, both)
             mine = _unit_parts(target.unit.named, held.cuts, both, stored)
             theirs = _unit_parts(target.unit.named, held.cuts, both, others)
-            for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
-                yield name, own, other
+            yield from (
+                (name, own, other)
+                for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True)
+            )
         case FlatTensorTarget():
             pass  # its master is sharded per tensor, the parameters per unit: parts do not align
         case ParameterTarget():

@@ -49,8 +49,7 @@ from ptrain.interpreter import program
 from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.ledger import OperatorMode, local_tensor
-from ptrain.models.watch import add_listeners, watch_modules
+from ptrain.models.ledger import OperatorMode, add_listeners, local_tensor, watch_modules
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import World
 
@@ -235,8 +234,9 @@ class WrappedModule:
         shards, gathered = self._fsdp_parameters()
         away = {id(parameter) for parameter in gathered}
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
-        for parameter in (*shards, *kept):
-            yield State.PARAMETERS, local_tensor(parameter.detach())
+        yield from (
+            (State.PARAMETERS, local_tensor(parameter.detach())) for parameter in (*shards, *kept)
+        )
         yield from (
             (State.GRADIENTS, local_tensor(parameter.grad))
             for parameter in (*shards, *kept, *gathered)
@@ -441,9 +441,11 @@ def ranks_by_axes(
 def _group_label(group: dist.ProcessGroup) -> str:
     """Return a group's name by its ranks: `world` or `ranks 0,1`."""
     ranks = sorted(dist.get_process_group_ranks(group))
-    if ranks == list(range(dist.get_world_size())):
-        return "world"
-    return "ranks " + ",".join(map(str, ranks))
+    return (
+        "world"
+        if ranks == list(range(dist.get_world_size()))
+        else "ranks " + ",".join(map(str, ranks))
+    )
 
 
 class Measurement:
@@ -539,19 +541,22 @@ def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[M
     measurement = Measurement(measured)
     observers = (measurement.memory, measurement.traffic)
     watch: AbstractContextManager[object]
-    if isinstance(model, Program):
-        watch = add_listeners(model.observers, *observers)
-    else:
-        watch = PhaseWatch(model, observers)
+    watch = (
+        add_listeners(model.observers, *observers)
+        if isinstance(model, Program)
+        else PhaseWatch(model, observers)
+    )
     with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:
         yield measurement
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
     """Return every rank's estimate on every rank, in rank order."""
-    if world.size == 1:
-        return [estimate]
-    return program.gather(estimate, world.size, world.device, kind=Estimate)
+    return (
+        [estimate]
+        if world.size == 1
+        else program.gather(estimate, world.size, world.device, kind=Estimate)
+    )
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
@@ -588,5 +593,6 @@ def _traffic_per_rank(estimates: list[Estimate]) -> tuple[tuple[Traffic, ...], .
 def _rows_per_rank(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
     """Yield each rank's row for one kind of call, with zeros for a rank without such calls."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
-    for estimate in estimates:
-        yield next((row for row in estimate.traffic if row.key == key), none)
+    yield from (
+        next((row for row in estimate.traffic if row.key == key), none) for estimate in estimates
+    )

@@ -51,12 +51,13 @@ from ptrain.models.ledger import (
     Ledger,
     OfStorages,
     OperatorMode,
+    add_listeners,
     has_tier,
     storage_of,
     tensors_of,
     tier_of,
+    watch_modules,
 )
-from ptrain.models.watch import add_listeners, watch_modules
 from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import Tier
 from ptrain.units import format_bytes

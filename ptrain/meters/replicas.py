@@ -36,9 +36,8 @@ from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local_tensor
+from ptrain.models.ledger import add_listeners, local_tensor
 from ptrain.models.modes import drops_out
-from ptrain.models.watch import add_listeners
 from ptrain.report.copies import (
     Replica,
     explain_replica_mismatches,
@@ -249,10 +248,14 @@ class ReplicaMeter:
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
             updates["updates"] = max(counts.values())
-        for name, count in {"training step": step, **updates}.items():
-            yield _number_copy(moment, Subject.COUNTER, name, str(count))
-        for name, values in holdings.hyperparameters(program).items():
-            yield _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
+        yield from (
+            _number_copy(moment, Subject.COUNTER, name, str(count))
+            for name, count in {"training step": step, **updates}.items()
+        )
+        yield from (
+            _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
+            for name, values in holdings.hyperparameters(program).items()
+        )
         if (random := self._random_state(moment)) is not None:
             place, digest = random
             yield Replica(moment, Subject.RANDOM, "generator", place, "state", digest)
@@ -345,8 +348,8 @@ def _stale_mismatches(
 ) -> Iterator[Mismatch]:
     """Yield a mismatch for each parameter that differs from its master copy on its rank."""
     for rank, answer in enumerate(answers):
-        for name, words in answer["stale"]:
-            yield Mismatch(
+        yield from (
+            Mismatch(
                 step=step,
                 moment=moment,
                 subject=Subject.PARAMETERS,
@@ -355,6 +358,8 @@ def _stale_mismatches(
                 between=(rank,),
                 told=words,
             )
+            for name, words in answer["stale"]
+        )
 
 
 def _missing_mismatches(

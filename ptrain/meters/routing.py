@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ptrain.cost import Phase
 from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
+from ptrain.models.ledger import After, add_listeners, is_recomputing, watch_modules
 from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
-from ptrain.models.watch import After, add_listeners, is_recomputing, watch_modules
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import exclude_axes
 from ptrain.spec.routing import Histogram

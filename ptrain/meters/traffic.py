@@ -48,7 +48,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, compute_digests, digest_bytes
 from ptrain.models.ledger import OperatorMode, has_tier, storage_of, tensors_of, tier_of
-from ptrain.report.calls import Call, explain_call_mismatches, find_differing_calls
+from ptrain.report.copies import Call, explain_call_mismatches, find_differing_calls
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import flight_recorder_size
@@ -397,7 +397,7 @@ class CollectiveLedger(OperatorMode):
         for name, tensor in holdings.storages_by_name(self.program):
             if storage_of(tensor) in storages and name not in names:
                 names.append(name)
-        return format_range(names)
+        return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
     def check(self, exchange: SupportsGather, step: int) -> tuple[Mismatch, ...]:
         """Return the first difference between the ranks of each group, in order of time.
@@ -460,11 +460,6 @@ def _compare_in_full(
         axes = next(iter(have.values()))[0]
         mismatches += find_differing_calls(axes, {r: its for r, (_, its) in have.items()}, step)
     return mismatches
-
-
-def format_range(names: Sequence[str]) -> str:
-    """Return the first and the last name as `first … last`, or the only name."""
-    return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
 
 def _reduction_name(operator: Any) -> str:

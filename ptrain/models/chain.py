@@ -33,12 +33,12 @@ from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import outcome_of
 from ptrain.models.external import named_in_spec
+from ptrain.models.ledger import first_real, is_real, watch_modules
 from ptrain.models.modes import OutsideDraws, copied_buffers, fork_generators, in_mode, reseed
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.models.watch import first_real, is_real, watch_modules
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped

@@ -1,4 +1,4 @@
-"""Compilation of a model's blocks with torch.compile.
+"""Compilation of a model's blocks, and of its loss, with torch.compile.
 
 Equal blocks share one program, whose inputs are the parameters. Only a block's `forward` is
 compiled, so hooks of wrappers (DDP, fully_shard, flat units) run outside of the program. Without
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ptrain.errors import refused
 from ptrain.internals.compiled import compile_whole, is_compiling, silent_programs
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.models.cross_entropy import fusible_loss_sum
+from ptrain.models.ledger import IN_PROGRAMS
 from ptrain.models.modes import drops_out
-from ptrain.models.watch import IN_PROGRAMS
 from ptrain.spec.dials import Compiled
 
 BACKEND = "inductor"
@@ -44,6 +45,9 @@ def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
         if block is not None and next(block.parameters(), None) is not None:
             block.forward = CompiledForward(block)
             IN_PROGRAMS.update(set(block.modules()) - {block})
+
+
+LossProgram = Callable[[Tensor, Tensor], Tensor]  # of hidden states and targets
 
 
 class ReadThrough:
@@ -108,12 +112,7 @@ class CompiledForward:
         Raises:
             SpecError: torch runs the function eagerly because compilation is disabled.
         """
-        if not is_compiling():
-            raise refused(
-                "compile",
-                "torch ran a block operator by operator in place of its compiled program",
-                "Unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use `compile=none`.",
-            )
+        _require_program("a block")
         return self._run(read, x, *given)
 
     def _run(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
@@ -129,6 +128,37 @@ class CompiledForward:
         for module, name, parameter in held:
             module._parameters[name] = parameter
         return output
+
+
+def compile_loss(logits_of: Callable[[Tensor], Tensor], padding: int) -> LossProgram:
+    """Compile the logits and their summed cross entropy, as one program.
+
+    The program needs one buffer of the logits in their dtype. Backward overwrites it with their
+    gradient.
+
+    Args:
+        logits_of: Returns the logits [B, T, V] of hidden states; its parameters become inputs.
+        padding: Number of last logits that belong to no token.
+
+    Returns:
+        The function of hidden states and targets, whose first call compiles it.
+    """
+
+    def compute_loss(x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        _require_program("the loss")
+        return fusible_loss_sum(logits_of(x_BTC), targets_BT, padding)
+
+    return compile_whole(compute_loss, BACKEND, draws=False)
+
+
+def _require_program(part: str) -> None:
+    """Raise SpecError if torch runs the caller eagerly because compilation is disabled."""
+    if not is_compiling():
+        raise refused(
+            "compile",
+            f"torch ran {part} operator by operator in place of its compiled program",
+            "Unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use `compile=none`.",
+        )
 
 
 def _readers(block: nn.Module) -> Iterator[tuple[nn.Module, ReadThrough]]:

@@ -21,6 +21,7 @@ from ptrain.errors import SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import convert_exceptions, describe_value, report_exceptions
 from ptrain.models.external import MapDataset, dataset_of, named_in_spec, target_fault
+from ptrain.models.ledger import watch_modules
 from ptrain.models.objective import (
     AROUND_CALLS,
     ModelCalls,
@@ -32,8 +33,7 @@ from ptrain.models.objective import (
     of_tokens,
     sample_batch,
 )
-from ptrain.models.watch import watch_modules
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 from ptrain.spec.spec import Spec
 
 NEEDED = (

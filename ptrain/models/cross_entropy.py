@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -60,6 +61,17 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> 
         logits_BTV.flatten(0, 1), targets_BT.flatten(), group, first, max(0, tokens - first)
     )
     return loss
+
+
+def fusible_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> Tensor:
+    """Return the loss of `token_loss_sum` by operators that a compiler fuses.
+
+    Run one by one, they need two buffers of the logits' size more. A compiler would not overwrite
+    the buffer of `_CrossEntropySum` if logits are narrower than fp32.
+    """
+    logits_NV = widen(logits_BTV).flatten(0, 1)
+    own_NW = logits_NV[:, : logits_NV.shape[1] - padding] if padding else logits_NV
+    return F.cross_entropy(own_NW, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class _Targets(NamedTuple):

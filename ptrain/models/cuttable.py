@@ -22,15 +22,23 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import convert_exceptions, describe_error
 from ptrain.models.contract import OnePass, least_embeddings
+from ptrain.models.ledger import watch_modules, with_first
 from ptrain.models.modes import in_mode
 from ptrain.models.parting import is_linear, linear_features, standing_alone
 from ptrain.models.slices import TokenSlices, follow_pass
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
-from ptrain.models.watch import watch_modules, with_first
 from ptrain.spec import slips
-from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, in_any_block, matches_pattern
+from ptrain.spec.placement import (
+    COLUMNS,
+    ROWS,
+    Axis,
+    Fusions,
+    Role,
+    Roles,
+    in_any_block,
+    matches_pattern,
+)
 from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]

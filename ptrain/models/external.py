@@ -35,8 +35,7 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.models.boundary import convert_exceptions, describe_error, report_exceptions
 from ptrain.spec import slips
-from ptrain.spec.function import UserFunction
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, UserFunction
 from ptrain.spec.spec import Spec
 
 _KINDS = {

@@ -40,7 +40,7 @@ from ptrain.models.boundary import convert_exceptions, describe_error
 from ptrain.models.chain import TOKENS, chain_of_module, sample_tokens
 from ptrain.models.contract import OnePass, forward_of, logits_of, require_logits
 from ptrain.models.external import named_in_spec
-from ptrain.models.ledger import storage_of
+from ptrain.models.ledger import storage_of, watch_modules
 from ptrain.models.modes import (
     DropoutCall,
     copied_buffers,
@@ -55,7 +55,6 @@ from ptrain.models.pretrained import ignored_fields
 from ptrain.models.roles import module_roles, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
-from ptrain.models.watch import watch_modules
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ptrain.errors import refused
 from ptrain.internals.scaled_products import scaled_mm
-from ptrain.spec.precision import Matmul
+from ptrain.spec.precision import FP8_CAPABILITY, Matmul
 
 _EPS = 1e-12  # torchao's smallest absolute maximum, below which scales do not grow
 _EXPONENT = -(2**23)  # int32 mask of the sign and exponent of an fp32 number
@@ -152,6 +153,32 @@ class Float8Linear(nn.Linear):
         y_MN: Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.recipe)
         y = y_MN.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
+
+
+def require_fp8_device(device: torch.device, dtype: torch.dtype, recipe: Matmul) -> None:
+    """Check that a rank's device multiplies fp8 matrices; the emulation runs on every device.
+
+    Args:
+        device: The device of the rank.
+        dtype: The dtype of the products.
+        recipe: The dtypes and scales of the factors.
+
+    Raises:
+        SpecError: The GPU has no fp8 products, or none that return `dtype`.
+    """
+    if device.type != "cuda" or dtype is torch.float64:
+        return
+    name, remedy = torch.cuda.get_device_name(device), "Use `precision.matmul=none`."
+    major, minor = torch.cuda.get_device_capability(device)
+    # ROCm reports the numbers of an architecture, and its GPUs have other fp8 dtypes.
+    if torch.version.hip is not None or 10 * major + minor < FP8_CAPABILITY:
+        has = "is an AMD GPU" if torch.version.hip is not None else f"has {10 * major + minor}"
+        finding = f"need a GPU of compute capability {FP8_CAPABILITY} or more, and {name} {has}"
+        raise refused("precision.matmul", f"{recipe} products {finding}", remedy)
+    if recipe is Matmul.ROWWISE and dtype is not torch.bfloat16:
+        finding = f"{recipe} products of {name} return bf16, and the parameters are {dtype}"
+        remedy = f"Use `precision.parameters=bf16`, or `precision.matmul={Matmul.TENSORWISE}`."
+        raise refused("precision.matmul", finding, remedy)
 
 
 def use_float8(module: nn.Module, names: Iterable[str], recipe: Matmul) -> None:

@@ -69,10 +69,9 @@ from ptrain.models.published_config import StoredPiece
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.block import Norm
-from ptrain.spec.extras import require_leave_of
 from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_leave_of
 from ptrain.units import grouped
 
 _MATRIX = 2  # dimensions

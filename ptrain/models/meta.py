@@ -25,7 +25,7 @@ from ptrain.internals.part import replace_attributes
 from ptrain.models.boundary import UserCodeError, convert_exceptions
 from ptrain.models.external import target_fault
 from ptrain.models.ledger import OperatorMode
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 
 Build = Callable[[int], nn.Module]  # takes an offset of the seed
 _STATE = (

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
+from ptrain.models.ledger import is_recomputing
 from ptrain.models.numerics import widen
-from ptrain.models.watch import is_recomputing
 from ptrain.spec.block import Activation, Bias, Router
 from ptrain.spec.model import ModelShape
 

@@ -40,14 +40,15 @@ from ptrain.internals.autograd import next_sequence_number, sequence_number
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.internals.part import replace_attributes
 from ptrain.models.boundary import describe_value
+from ptrain.models.compiled import LossProgram, compile_loss
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.external import dataset_of, resolve_target
+from ptrain.models.ledger import watch_modules
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import watch_modules
-from ptrain.spec.function import UserFunction
+from ptrain.spec.model import UserFunction
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss
+from ptrain.steps.step import CompiledLoss, LossStep
 
 
 class ModelCalls:
@@ -434,9 +435,10 @@ class LossInHead:
     """A change of a model's head, which returns the summed loss instead of logits while targets
     are set."""
 
-    def __init__(self, step: ChunkedLoss, loss: LossOf = token_loss_sum) -> None:
+    def __init__(self, step: LossStep, loss: LossOf = token_loss_sum) -> None:
         self.step, self.loss = step, loss
         self.targets: Tensor | None = None
+        self._program: LossProgram | None = None
 
     def provide_targets(self, targets_BT: Tensor) -> AbstractContextManager[None]:
         """Temporarily make the model return the summed loss (0-d) of these targets. IGNORED targets
@@ -450,7 +452,12 @@ class LossInHead:
             model: The model, changed in place.
             head: The path of the module that computes the logits; unused for built-in models.
         """
-        if (module := _find_head(model, head)) is None:
+        module = _find_head(model, head)
+        if isinstance(self.step, CompiledLoss):
+            assert isinstance(model, Transformer), "other models are not compiled"
+            make: Make = model.logits if module is None else module.forward
+            self._program = compile_loss(make, self.step.padding)
+        if module is None:
             assert isinstance(model, Transformer), "other models have a head"
             plain = model.logits
             model.__dict__["logits"] = lambda x_BTC: self._logits_or_loss(model.embed, plain, x_BTC)
@@ -470,6 +477,10 @@ class LossInHead:
         if self.targets is None:
             return make(x_BTC)
         assert x_BTC.shape[:-1] == self.targets.shape, "the head receives all tokens"
+        if isinstance(self.step, CompiledLoss):
+            if self._program is not None and torch.is_grad_enabled():
+                return self._program(x_BTC, self.targets)
+            return self.loss(make(x_BTC), self.targets, self.step.padding)
         targets_N = self.targets.flatten()
         if self.step.fused:
             return _fused_loss(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)

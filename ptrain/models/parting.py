@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ptrain.models.ledger import OfStorages, storage_of
-from ptrain.spec.role import Role, in_any_block
+from ptrain.spec.placement import Role, in_any_block
 
 
 class _LeaveBackward(torch.autograd.Function):

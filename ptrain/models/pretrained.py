@@ -42,10 +42,10 @@ from ptrain.models.published_config import (
     stored_tensor,
 )
 from ptrain.models.window import Window, split_window
-from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.slips import suggest_word
+from ptrain.spec.spec import require_transformers
 
 # Fields that ptrain sets: no key-value cache. Attention and dtypes come from the spec.
 _FIXED = {"use_cache": False}

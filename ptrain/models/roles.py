@@ -25,8 +25,17 @@ from ptrain.models.parting import is_transposed
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Axis, R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block, matches_pattern
+from ptrain.spec.placement import (
+    COLUMNS,
+    GIVEN,
+    Axis,
+    Fusions,
+    R,
+    Role,
+    Roles,
+    in_any_block,
+    matches_pattern,
+)
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 

@@ -21,10 +21,16 @@ import torch
 from torch import nn
 
 from ptrain.models.contract import OnePass
-from ptrain.models.ledger import OfStorages, OperatorMode, storage_of, tensors_of
+from ptrain.models.ledger import (
+    OfStorages,
+    OperatorMode,
+    is_real,
+    storage_of,
+    tensors_of,
+    watch_modules,
+)
 from ptrain.models.parting import Problem, ShardChecks, ViewCalls, is_linear
-from ptrain.models.watch import is_real, watch_modules
-from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
+from ptrain.spec.placement import COLUMNS, ROWS, Role, in_any_block
 
 Named = Mapping[str, Role]  # modules with their roles
 Storage: TypeAlias = torch.UntypedStorage

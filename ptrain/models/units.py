@@ -11,7 +11,7 @@ from torch import nn
 
 from ptrain.errors import refused
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.role import matches_pattern
+from ptrain.spec.placement import matches_pattern
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without forward, so their hooks never run

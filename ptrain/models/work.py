@@ -4,6 +4,7 @@ depends."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,10 +16,11 @@ from torch import Tensor
 from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.internals import process_groups
+from ptrain.internals.compiled import ProgramKernel
 from ptrain.models.ledger import tensors_of
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, axes_named
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 _KINDS = {
     OperatorKind.ACTIVATION: """
@@ -229,6 +231,23 @@ def is_opaque(function: Any) -> bool:
     return function.namespace not in _KNOWN and "c10d" not in function.namespace
 
 
+# C++ of torch/_inductor/codegen/cpp.py: a kernel with an exponential is not limited by memory on a
+# CPU, and one with an accumulator reduces rows.
+_KERNEL_KINDS = {
+    OperatorKind.ACTIVATION: re.compile(r"\b(exp|exp2|expm1|tanh|erf|sigmoid)\("),
+    OperatorKind.NORM: re.compile(r"\btmp_acc"),
+}
+
+
+def kernel_sizes(kernel: ProgramKernel) -> OperatorSizes:
+    """Return the computation of a fused kernel, which reads and writes each argument once."""
+    kinds = (kind for kind, code in _KERNEL_KINDS.items() if code.search(kernel.source))
+    tensors = (*kernel.written, *kernel.read)
+    sizes, dtypes = zip(*map(_tensor_bytes, tensors), strict=True)
+    dtype = next((dtype for dtype in dtypes if dtype is not None), _WIDE)
+    return OperatorSizes(next(kinds, OperatorKind.POINTWISE), dtype, sizes, dtypes)
+
+
 _ATTENTION = "_scaled_dot_product"
 _MASKS = "attn_mask", "attn_bias"
 
@@ -245,8 +264,10 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         result: Its result.
     """
     name = function._schema.name.split("::")[-1]
-    if "c10d" in function.namespace:
-        return []  # collectives are recorded by `find_collective`, and waiting is no work
+    if "c10d" in function.namespace or function.namespace == "prim":
+        # Collectives are recorded by `find_collective`, and waiting is no work. `prim::device`
+        # reads an attribute, of fake tensors only.
+        return []
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := matrix_products(name, args, result):

@@ -22,8 +22,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.update import moment_names
 from ptrain.runtime.interface import OptimizerLeaf
 from ptrain.runtime.torch import cast, tag_like
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 

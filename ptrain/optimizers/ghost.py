@@ -12,11 +12,10 @@ from itertools import accumulate
 from ptrain.facts.model import Operator
 from ptrain.runtime.ghost import EventReceiver, Ghost, Storage
 from ptrain.runtime.interface import OptimizerLeaf, Shape
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.cluster import OperatorKind
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 # as `optimizers.build.ITERATIONS`, which needs torch
 _ITERATIONS = 5

@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.cost import State
 from ptrain.runtime.interface import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import DType, Layout
 
 MASTER, COUNTER = "master", "step"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from ptrain.activations.rules import missing_block_faults
-from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.attention import context_of, has_ring
 from ptrain.axes.data.form import (
     data_factors,
     form_of,
@@ -34,11 +34,9 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
-from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Tier
+from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Fusions, Roles, Tier
 from ptrain.spec.precision import Matmul
-from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
     Accumulate,
@@ -52,7 +50,7 @@ from ptrain.steps.step import (
     Quantize,
     Update,
     balance_of,
-    chunked_loss,
+    loss_in_head,
 )
 from ptrain.steps.wraps import (
     FlatUnits,
@@ -133,7 +131,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         _make_keep(spec, facts.blocks),  # before the wrap, whose hooks at a block then run once
         _make_compile(spec),  # a program contains the recomputation, but no hooks of the wrap
         wrap,
-        chunked_loss(spec),  # after the wrap, which gathers the head
+        loss_in_head(spec),  # after the wrap, which gathers the head
         _make_accumulate(spec),
         _make_clip(spec, cut_axes, operator_axes),
         update,
@@ -279,9 +277,15 @@ def _make_quantize(spec: Spec) -> Quantize | None:
 
 
 def _make_compile(spec: Spec) -> Compile | None:
-    if spec.compile is Compiled.NONE or not isinstance(spec.model, ModelShape):
+    if not spec.compile.has_blocks or not isinstance(spec.model, ModelShape):
         return None
-    return Compile(blocks=tuple(f"blocks.{index}" for index in range(spec.model.layers)))
+    shape, is_on_ring = spec.model, has_ring(spec)
+    halves = [
+        "mlp" if is_on_ring else "attention" if shape.has_experts(layer) else ""
+        for layer in range(shape.layers)
+    ]
+    names = (f"blocks.{layer}.{half}".rstrip(".") for layer, half in enumerate(halves))
+    return Compile(blocks=tuple(names))
 
 
 def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:

@@ -26,11 +26,10 @@ from ptrain.spec.dials import (
     Reshard,
     SyncPolicy,
 )
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.model import ModelShape
-from ptrain.spec.optimizers import OPTIMIZERS
-from ptrain.spec.placement import Axis, Tier
+from ptrain.spec.placement import Axis, Role, Roles, Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
@@ -39,9 +38,11 @@ from ptrain.steps.step import (
     ChunkedLoss,
     Clip,
     Compile,
+    CompiledLoss,
     ContextParallel,
     CreateMesh,
     Keep,
+    LossStep,
     Parallelize,
     Pipeline,
     Plan,
@@ -404,21 +405,20 @@ def _of_blocks(names: Sequence[str]) -> str:
         blocks.setdefault(block, []).append(".".join(parts[2:]) if is_within else name)
     alike = grouped((tuple(inner), block) for block, inner in blocks.items())
     texts = [
-        ", ".join(inner) + (f" of {_blocks_text(of)}" if of != [""] else "")
-        for inner, of in alike.items()
+        (", ".join(inner), _blocks_text(of) if of != [""] else "") for inner, of in alike.items()
     ]
-    return "; ".join(texts)
+    return "; ".join(" of ".join(filter(None, text)) for text in texts)
 
 
 def _compile_text(step: Compile) -> str:
-    return (
-        f"compile the forward pass of {_blocks_text(step.blocks)}, one program per distinct block"
-    )
+    return f"compile the forward pass of {_of_blocks(step.blocks)}, one program per distinct block"
 
 
-def loss_text(step: ChunkedLoss) -> str:
+def loss_text(step: LossStep) -> str:
     """Return a text such as `compute logits and loss of 256 tokens at a time, by torch's
     linear_cross_entropy`."""
+    if isinstance(step, CompiledLoss):
+        return "compile the logits and the cross entropy of all tokens as one program"
     how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
     tokens = f"{step.tokens} token{'' if step.tokens == 1 else 's'}"
     return f"compute logits and loss of {tokens} at a time, {how}"
@@ -510,6 +510,7 @@ _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
     Quantize: _quantize_text,
     Compile: _compile_text,
     ChunkedLoss: loss_text,
+    CompiledLoss: loss_text,
     LocalGradients: _local_text,
     Replicate: _replicate_text,
     FullyShard: _fully_shard,

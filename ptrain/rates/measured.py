@@ -18,10 +18,9 @@ from typing import Any
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator
 from ptrain.rates.pace import Figures, LinkRate, Pace, UnknownRate, link_seconds, with_fp8
-from ptrain.spec.cluster import Cluster
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.cluster import CLIP, Cluster, Hook, LinkTier, OperatorKind, RateRow, Rates
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
 from ptrain.spec.resolve_sections import expand_rates
 
 Shape = tuple[int, ...]  # the dimensions of an operator, or (elements, tensors) of an update

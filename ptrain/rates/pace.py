@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator, PassWork
 from ptrain.spec.activations import ActivationMode
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook, LinkTier, OperatorKind
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP8_CAPABILITY, DType, Layout
-from ptrain.spec.rates import Hook, LinkTier, OperatorKind
 from ptrain.timeline import Kind
 
 

@@ -6,7 +6,7 @@ The comparison is written as text, as a GitHub Markdown table, or as plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -283,9 +283,11 @@ def _violations(training: ComparedTraining, limit: Limit) -> Iterator[str]:
     """Yield a sentence for each figure or verdict of a training that violates the limit."""
     title = training.title
     if limit.kind is None:
-        for verdict in training.verdicts:
-            if not verdict.head.startswith("holds"):
-                yield f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
+        yield from (
+            f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
+            for verdict in training.verdicts
+            if not verdict.head.startswith("holds")
+        )
         return
     if not any(row.group.kind is limit.kind for row in training.figures):
         if _covers(training, limit):
@@ -344,10 +346,11 @@ def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
     for training in comparison.trainings:
         columns = _difference_table(training, shows_all=shows_all)
         rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
-        head, *lines = map(_markdown_row, rows)
+        head, *lines = (f"| {' | '.join(map(_escape_markdown, cells))} |" for cells in rows)
         blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
         blocks += [
-            _as_html_lines(remark) for remark in _remark_lines(training, shows_all=shows_all)
+            "<br>".join(_escape_markdown(line) for line in remark.splitlines())
+            for remark in _remark_lines(training, shows_all=shows_all)
         ]
     blocks += map(_escape_markdown, _unmatched_lines(comparison))
     return "\n\n".join(blocks)
@@ -404,16 +407,17 @@ def _difference_table(training: ComparedTraining, *, shows_all: bool) -> list[Ta
 
 
 def _row_cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
-    for verdict in training.verdicts:
-        yield _verdict_cells(verdict)
-    for row in training.figures:
-        if shows_all or not row.is_equal:
-            yield (
-                row.label,
-                _value_text(row, row.base),
-                _value_text(row, row.head),
-                _difference_text(row),
-            )
+    yield from (_verdict_cells(verdict) for verdict in training.verdicts)
+    yield from (
+        (
+            row.label,
+            _value_text(row, row.base),
+            _value_text(row, row.head),
+            _difference_text(row),
+        )
+        for row in training.figures
+        if shows_all or not row.is_equal
+    )
 
 
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
@@ -467,26 +471,28 @@ def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[st
     if equal and not shows_all:
         more = " more" * (equal < len(training.figures))
         yield f"{equal}{more} {'is' if equal == 1 else 'are'} equal"
-    for side, groups in (("base", training.only_base), ("head", training.only_head)):
-        if groups:
-            yield f"only in {side}: {sources_text(groups)}"
-    for side, root_cause in (
-        ("base", training.base.root_cause),
-        ("head", training.head.root_cause),
-    ):
-        if root_cause:
-            yield f"{side}: {root_cause}"
+    yield from (
+        f"only in {side}: {sources_text(groups)}"
+        for side, groups in (("base", training.only_base), ("head", training.only_head))
+        if groups
+    )
+    yield from (
+        f"{side}: {root_cause}"
+        for side, root_cause in (
+            ("base", training.base.root_cause),
+            ("head", training.head.root_cause),
+        )
+        if root_cause
+    )
 
 
 def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
     """Yield a line for the trainings that only one side has."""
-    for side, names in (("base", comparison.only_base), ("head", comparison.only_head)):
-        if names:
-            yield f"only {side} has {counted(len(names), 'record')} of {', '.join(names)}"
-
-
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_escape_markdown, cells))} |"
+    yield from (
+        f"only {side} has {counted(len(names), 'record')} of {', '.join(names)}"
+        for side, names in (("base", comparison.only_base), ("head", comparison.only_head))
+        if names
+    )
 
 
 def _escape_markdown(text: str) -> str:
@@ -494,8 +500,3 @@ def _escape_markdown(text: str) -> str:
     for letter in "\\|*`[]<>":  # the backslash first, so that it does not escape later ones
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
-
-
-def _as_html_lines(remark: str) -> str:
-    """Return a remark of several lines as Markdown."""
-    return "<br>".join(_escape_markdown(line) for line in remark.splitlines())

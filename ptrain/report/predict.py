@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -22,10 +22,9 @@ from ptrain.cost import (
     lower_bytes,
 )
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.memory import ranks_per_node
+from ptrain.derivation.ghosts.wrapping import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
-from ptrain.report.heading import by_data_lines, heading, measuring_command, needs_gpu
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
@@ -33,13 +32,17 @@ from ptrain.report.table import (
     Importance,
     Largest,
     TableColumn,
+    by_data_lines,
+    heading,
     largest_bytes,
     lower_bounds,
     make_columns,
+    measuring_command,
     memory_span,
     memory_text,
     moved_bytes,
     name_column,
+    needs_gpu,
     render_table,
     text_or_dash,
     tier_labels,
@@ -126,6 +129,7 @@ def prediction_screen(prediction: Prediction, *, explain: bool = False) -> str:
     column = "exact" if explain else "predicted"
     places = place_table(prediction.spec, prediction.derivation.plan, exact)
     title, *rest = fold_line(heading(prediction.spec, prediction.num_parameters), screen_width())
+    context = prediction.derivation.plan.context
     return "\n".join(
         [
             title,
@@ -145,7 +149,7 @@ def prediction_screen(prediction: Prediction, *, explain: bool = False) -> str:
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
-            *_balance_lines(prediction.derivation.plan),
+            *([f"balance: {balance_text(context)}"] if context else []),
             *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
             *(explanation_lines(prediction) if explain else ()),
@@ -253,11 +257,6 @@ def operations_lines(estimate: Estimate) -> list[str]:
     )
     again = f", {format_operations(most.again)} recomputed" if most.again else ""
     return [f"matrix products per rank and step: {products}{again}"]
-
-
-def _balance_lines(plan: Plan) -> list[str]:
-    """Return the balance of work over ranks that have shards of the tokens; else empty."""
-    return [f"balance: {balance_text(plan.context)}"] if plan.context else []
 
 
 def answer_line(prediction: Prediction) -> str:
@@ -487,7 +486,7 @@ def _traffic_table(*estimates: Estimate, title: str) -> str:
     are the last estimate's.
     """
     *others, last = estimates
-    accounts = [_busiest_by_key(estimate.traffic) for estimate in estimates]
+    accounts = [{row.key: row for row in busiest(estimate.traffic)} for estimate in estimates]
     keys = sorted({key for account in accounts for key in account}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, accounts) for key in steady]
@@ -505,11 +504,6 @@ def _traffic_table(*estimates: Estimate, title: str) -> str:
         TableColumn("payload", Importance.DETAIL),
     ]
     return render_table(make_columns(rows, *heads))
-
-
-def _busiest_by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
-    """Return the busiest rank's row of each kind of call."""
-    return {row.key: row for row in busiest(rows)}
 
 
 def _traffic_row(

@@ -79,7 +79,11 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
         The mapping and its comments.
     """
     # A key has no effect with a placement if the legality check rejects every other value of it.
-    unheard = [place for place, probe in _probe_options(spec) if _is_rejected(probe, place)]
+    unheard = [
+        place
+        for place, probe in _probe_options(spec)
+        if any(fault.place == place for fault in check(probe))
+    ]
     mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
     for place in unheard:
         section, _, key = place.partition(".")
@@ -92,14 +96,11 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
     """Yield each option at its default, with a spec that sets it to another value."""
-    for key in data_axis_dials():
-        if key.dial.other is not None and key.is_free(spec):
-            yield key.place, key.replace_value(spec, key.dial.other)
-
-
-def _is_rejected(spec: Spec, place: str) -> bool:
-    """Return True if the spec is rejected because of one key."""
-    return any(fault.place == place for fault in check(spec))
+    yield from (
+        (key.place, key.replace_value(spec, key.dial.other))
+        for key in data_axis_dials()
+        if key.dial.other is not None and key.is_free(spec)
+    )
 
 
 def _omission_comments(spec: Spec, unheard: list[str]) -> Iterator[str]:

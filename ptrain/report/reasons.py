@@ -176,7 +176,7 @@ def _stages_reason(derivation: Derivation) -> str:
     """Return the sentence on pp."""
     spec, ranks = derivation.spec, derivation.spec.degree(Axis.PP)
     if ranks == 1:
-        nodes = _node_count(spec)
+        nodes = -(-spec.world_size // spec.cluster.devices_per_node) if spec.cluster else 1
         over = f"the other axes span {nodes} nodes" if nodes > 1 else "one node is enough"
         return f"3. no pp: {over}, and there is no bubble"
     micro = spec.batch.accumulate
@@ -250,11 +250,6 @@ def _link_text(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> s
     if over.nodes == 1:
         return f"within a node at {format_bytes(cluster.intra_node_bandwidth)}/s"
     return f"over {over.nodes} nodes at {format_bytes(cluster.inter_node_bandwidth)}/s"
-
-
-def _node_count(spec: Spec) -> int:
-    """Return the number of nodes of a job, rounded up; 1 without a cluster."""
-    return -(-spec.world_size // spec.cluster.devices_per_node) if spec.cluster else 1
 
 
 def placement_idea(spec: Spec) -> str:

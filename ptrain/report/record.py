@@ -26,10 +26,10 @@ from ptrain.cost import (
     Traffic,
     TrafficKey,
 )
-from ptrain.derivation.wire import WireRow, wire_rows
+from ptrain.derivation.interconnect import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
-from ptrain.spec.rates import are_calibrated
+from ptrain.spec.cluster import are_calibrated
 from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
@@ -226,13 +226,11 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
         for tier in TIERS:
             sizes = [getattr(row, tier) if row else None for row in (left, right)]
             if tier == "device_bytes" or any(sizes):
-                name = f"memory {state} rank {rank}" + _tier_suffix(tier)
+                name = f"memory {state} rank {rank}" + (
+                    "" if tier == "device_bytes" else " " + tier.removesuffix("_bytes")
+                )
                 lower = left.lower_bytes if left and tier == "device_bytes" else None
                 yield _make_check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
-
-
-def _tier_suffix(tier: str) -> str:
-    return "" if tier == "device_bytes" else " " + tier.removesuffix("_bytes")
 
 
 def exchange_key(key: TrafficKey) -> str:

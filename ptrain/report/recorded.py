@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.by_rank import distinct
 from ptrain.codec import Malformed, decode
 from ptrain.cost import Column, Estimate, Phase, State, TrafficKey, busiest
-from ptrain.derivation.wire import WireRow
+from ptrain.derivation.interconnect import WireRow
 from ptrain.errors import refused
 from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check
@@ -280,10 +280,14 @@ def _figure_groups(
     tokens = record.get("tokens_per_step")
     if predicted is not None:
         yield FigureGroup(FigureKind.SIZE), _training_sizes(record)
-    for source, estimate in ((PREDICTED, predicted), (MEASURED, _run_column(estimates))):
+    for source, estimate in (
+        (PREDICTED, predicted),
+        (MEASURED, estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)),
+    ):
         if estimate is not None:
-            for kind, figures in _estimate_groups(estimate):
-                yield FigureGroup(kind, source), figures
+            yield from (
+                (FigureGroup(kind, source), figures) for kind, figures in _estimate_groups(estimate)
+            )
     step = predicted.step if predicted else None
     seconds = {PREDICTED: step.seconds if step else None, MEASURED: reading.step_seconds}
     for source, value in seconds.items():
@@ -297,11 +301,6 @@ def _figure_groups(
     losses = {"loss at the end": run.get("loss"), "held-out loss": run.get("held_out_loss")}
     known = {name: loss for name, loss in losses.items() if loss is not None}
     yield FigureGroup(FigureKind.LOSS), known or None
-
-
-def _run_column(estimates: Mapping[Column, Estimate]) -> Estimate | None:
-    """Return the measured column, or the simulated one if nothing was measured."""
-    return estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)
 
 
 def _training_sizes(record: Mapping[str, Any]) -> Figures:

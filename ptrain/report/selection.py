@@ -79,8 +79,11 @@ def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
     elif selection.best is not None and selection.best.memory.is_tight:
         yield "margin: none, as you asked or by your constraint of memory"
     if job.stand_in is not None:
+        like = f"as blocks of a {job.stand_in.family} with about as many parameters"
+        if job.stand_in == base.model:
+            like = "as eager blocks without fp8 products"
         yield (
-            f"scored as blocks of a {job.stand_in.family} with about as many parameters; the "
+            f"scored {like}; the "
             f"{selection.derived} exact ones are derived from traces of the model"
         )
     if job.where.constraints:
@@ -188,8 +191,7 @@ def _untimed_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) 
         for number, row in numbered.items()
         if row.seconds is None and row.why_untimed != selection.unknown
     )
-    for why, numbers in rows.items():
-        yield f"no step time of {', '.join(numbers)}: {why}"
+    yield from (f"no step time of {', '.join(numbers)}: {why}" for why, numbers in rows.items())
 
 
 def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
@@ -238,13 +240,17 @@ def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked
     """Yield a sentence for each row, and for each well-known placement that is not in the table."""
     best, by = selection.ranking[0], selection.ranked_by
     yield "against the best:"
-    for number, row in numbered.items():
-        if row.figures != best.figures:
-            yield f"  {number:>2}  {placement_idea(row.spec)}: {losing_reason(row, best, by)}"
+    yield from (
+        f"  {number:>2}  {placement_idea(row.spec)}: {losing_reason(row, best, by)}"
+        for number, row in numbered.items()
+        if row.figures != best.figures
+    )
     figures = [row.figures for row in numbered.values()]
-    for lost in selection.lost:
-        if lost.best is None or lost.best.figures not in figures:
-            yield f"      {lost.name}: {why_lost(selection, lost)}"
+    yield from (
+        f"      {lost.name}: {why_lost(selection, lost)}"
+        for lost in selection.lost
+        if lost.best is None or lost.best.figures not in figures
+    )
 
 
 def why_lost(selection: PlacementRanking, lost: Lost) -> str:
@@ -573,5 +579,7 @@ def _csv_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
         yield {"choice": lost.name, **figures, "why": why_lost(selection, lost)}
     if selection.least is not None:
         yield {"choice": "least memory", **row_record(selection, selection.least)}
-    for remedy in selection.remedies:
-        yield {"choice": remedy.change, **row_record(selection, remedy.fitting), "why": "fits"}
+    yield from (
+        {"choice": remedy.change, **row_record(selection, remedy.fitting), "why": "fits"}
+        for remedy in selection.remedies
+    )

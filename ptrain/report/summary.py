@@ -16,14 +16,14 @@ from ptrain.cost import (
     TrafficKey,
     busiest,
 )
-from ptrain.derivation.wire import WireRow, wire_rows
-from ptrain.report.heading import by_data_lines
+from ptrain.derivation.interconnect import WireRow, wire_rows
 from ptrain.report.record import Check, checks_line, compared_ranks, exchange_key, verdict_line
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
+    by_data_lines,
     difference_columns,
     make_columns,
     memory_span,
@@ -334,6 +334,8 @@ def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
 
 def _calls_text(row: Traffic | None) -> str:
     """Return the calls and moved bytes of a row as text."""
-    if row is None:
-        return MISSING
-    return f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"
+    return (
+        MISSING
+        if row is None
+        else f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"
+    )

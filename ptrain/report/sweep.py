@@ -15,7 +15,6 @@ from functools import partial
 
 from ptrain.cost import PLACED, Estimate, Phase, State, busiest
 from ptrain.errors import Fault
-from ptrain.report.heading import axes_text, by_data_lines
 from ptrain.report.predict import (
     MODEL_STATES,
     MODEL_STATES_LABEL,
@@ -29,6 +28,8 @@ from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
+    axes_text,
+    by_data_lines,
     largest_bytes,
     memory_text,
     name_column,
@@ -186,7 +187,15 @@ def _make_columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importan
             detail,
             _make_cell(lambda one: memory_text(model_state_bytes(one.derivation.paper))),
         ),
-        ("bytes/parameter", detail, _make_cell(_bytes_per_parameter)),
+        (
+            "bytes/parameter",
+            detail,
+            _make_cell(
+                lambda prediction: (
+                    f"{(SORTS['states'](prediction) or 0) / prediction.num_parameters:.3g}"
+                )
+            ),
+        ),
         ("states ratio", detail, _make_cell(partial(ratio, "states"))),
         ("traffic", figure, _make_cell(lambda one: traffic_text(sent_bytes(one.derivation.exact)))),
         (
@@ -207,10 +216,6 @@ def _make_cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _C
 def _pace_cell(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
     return text_or_dash(getattr(job_pace(prediction.derivation), name, None), text)
-
-
-def _bytes_per_parameter(prediction: Prediction) -> str:
-    return f"{(SORTS['states'](prediction) or 0) / prediction.num_parameters:.3g}"
 
 
 def fits_word(prediction: Prediction) -> str:
@@ -242,23 +247,27 @@ def sweep_remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from _follower_lines(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
     yield from _merged_sentences(named, _usable_lines)
-    yield from _merged_sentences(named, _batch_lines)
+    yield from _merged_sentences(
+        named, lambda prediction: batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+    )
     yield from _merged_sentences(named, _missing_time)
     yield from _merged_sentences(named, _unknown_host)
+    yield from (
+        f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.measuring_command}"
+        for label, prediction in named
+        if prediction.fit.peak_bytes is None
+    )
     for label, prediction in named:
-        if prediction.fit.peak_bytes is None:
-            yield (
-                f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.measuring_command}"
-            )
-    for label, prediction in named:
-        for line in by_data_lines(prediction.derivation.exact):
-            yield f"upper bounds: {label}: {line}"
+        yield from (
+            f"upper bounds: {label}: {line}" for line in by_data_lines(prediction.derivation.exact)
+        )
     for _, prediction in named:
         if prediction.reserving is not None:
             yield from prediction.reserving.lines
     for label, prediction in named:
-        for warning in prediction.derivation.exact.warnings:
-            yield f"warning: {label}: {warning}"
+        yield from (
+            f"warning: {label}: {warning}" for warning in prediction.derivation.exact.warnings
+        )
 
 
 def _decision_lines(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
@@ -323,12 +332,10 @@ def _merged_sentences(
     labels_of = grouped(
         (text, label) for label, prediction in named for text in sentences_of(prediction)
     )
-    for sentence, labels in labels_of.items():
-        yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
-
-
-def _batch_lines(prediction: Prediction) -> Sequence[str]:
-    return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+    yield from (
+        sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
+        for sentence, labels in labels_of.items()
+    )
 
 
 def _usable_lines(prediction: Prediction) -> Sequence[str]:
@@ -464,8 +471,10 @@ def _compared_figures(
         suffix = f", {column}" if len(estimates) > 1 else ""
         most, others = largest_bytes(left.memory), largest_bytes(right.memory)
         for state in states:
-            for tier, label in tier_labels(state):
-                yield f"{label}{suffix}", most.get((state, tier)), others.get((state, tier))
+            yield from (
+                (f"{label}{suffix}", most.get((state, tier)), others.get((state, tier)))
+                for tier, label in tier_labels(state)
+            )
         for tier, label in tier_labels(MODEL_STATES_LABEL):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
             yield f"{label}{suffix}", *sums
@@ -513,9 +522,11 @@ def _placement_lines(before: Spec, after: Spec) -> Iterator[str]:
         yield f"  mesh: {_mesh_text(before)} → {_mesh_text(after)}"
     for left, right in pairs:
         where = f" on {right.axis}" if len(pairs) > 1 else ""
-        for state in PLACED:
-            if left.placement[state] != right.placement[state]:
-                yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
+        yield from (
+            f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
+            for state in PLACED
+            if left.placement[state] != right.placement[state]
+        )
 
 
 def _mesh_text(spec: Spec) -> str:

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from ptrain.cost import Collective, State
 from ptrain.runtime.interface import Axes, PendingResult, Shape, Work
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 
 class EventReceiver(Protocol):

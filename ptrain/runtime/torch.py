@@ -26,9 +26,9 @@ from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.runtime.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
 from ptrain.runtime.interface import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.extras import unusable_folder_error
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.spec import unusable_folder_error
 
 _LIBC = ctypes.CDLL(None)
 

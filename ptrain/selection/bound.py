@@ -23,7 +23,7 @@ from ptrain.axes.data.form import (
     units_ahead,
     when_gathered,
 )
-from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule, size_of, stages_of
+from ptrain.axes.pipeline.catalogue import make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
@@ -34,10 +34,10 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.profile import Activity, Links, PassSums, Sizes
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 from ptrain.units import grouped
@@ -48,9 +48,8 @@ _BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
 Mask = Sequence[bool]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataWay:
-    """A choice of the data axes for any degrees.
+    """A choice of the data axes for any degrees, together with choices of other axes.
 
     Attributes:
         choice: The choice.
@@ -59,6 +58,7 @@ class DataWay:
         cut: By state, which axes shard it.
         overlaps: Gradients are reduced during backward.
         ahead: Number of units that are all-gathered in advance.
+        is_late: Gradients are reduced once per step.
         is_made: Parameters are cast from a master copy for use.
         is_brought: Parameters are all-gathered or copied for use.
         is_bucket: The bucket size decides which units are all-gathered or reduced together.
@@ -66,46 +66,25 @@ class DataWay:
         keeps_backward: All-gathered parameters stay until the next micro-batch.
     """
 
-    choice: AxisChoice
-    spec: Spec
-    form: Form
-    cut: dict[State, tuple[bool, ...]]
-    overlaps: bool
-    ahead: int
-    is_made: bool
-    is_brought: bool
-    is_bucket: bool
-    keeps_forward: bool
-    keeps_backward: bool
-
-    @classmethod
-    def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-        """Return the way of a choice together with choices of other axes."""
+    def __init__(self, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> None:
         spec = apply_choices(base, (choice, *beside))
-        form, factors = form_of(spec), choice.factors
-        cut = {
-            state: tuple(f.placement[state].distribution in CUT for f in factors)
+        self.choice, self.spec, self.form = choice, spec, (form := form_of(spec))
+        self.cut = {
+            state: tuple(f.placement[state].distribution in CUT for f in choice.factors)
             for state in (_THETA, _OMEGA, _GRADS)
         }
-        is_made = has_distribution(factors, _THETA, Distribution.MATERIALIZED)
-        is_whole = not (is_made or any(cut[_THETA]))
+        self.is_made = has_distribution(choice.factors, _THETA, Distribution.MATERIALIZED)
+        is_whole = not (self.is_made or any(self.cut[_THETA]))
+        self.overlaps = reduces_in_backward(spec, form, keeps_parts=any(self.cut[_GRADS]))
         # FSDP2 prefetches one unit in backward by default. A rank with full parameters prefetches
         # nothing.
         ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(not is_whole)
-        is_brought = not is_whole or tier_of(factors, _THETA) is not Tier.DEVICE
-        return cls(
-            choice=choice,
-            spec=spec,
-            form=form,
-            cut=cut,
-            overlaps=reduces_in_backward(spec, form, keeps_parts=any(cut[_GRADS])),
-            ahead=0 if spec.unit_size.kind is UnitKind.MODEL else ahead,
-            is_made=is_made,
-            is_brought=is_brought,
-            is_bucket=form in REPLICAS or joins_units(spec, form),
-            keeps_forward=is_brought and not spec.sync.reshard_after_forward,
-            keeps_backward=is_brought and not spec.sync.reshard_after_backward,
-        )
+        self.ahead = 0 if spec.unit_size.kind is UnitKind.MODEL else ahead
+        self.is_late = spec.sync.gradients is GradientSync.LAST
+        self.is_brought = not (is_whole and self.is_near(_THETA))
+        self.is_bucket = form in REPLICAS or joins_units(spec, form)
+        self.keeps_forward = self.is_brought and not spec.sync.reshard_after_forward
+        self.keeps_backward = self.is_brought and not spec.sync.reshard_after_backward
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -113,11 +92,6 @@ class DataWay:
         choice = self.choice
         changes = tuple((name, str(value)) for name, value in choice.changes if name not in _BESIDE)
         return tuple(factor.placement for factor in choice.factors), changes
-
-    @cached_property
-    def is_late(self) -> bool:
-        """True if gradients are reduced once per step."""
-        return self.spec.sync.gradients is GradientSync.LAST
 
     def is_near(self, state: State) -> bool:
         """Return True if a state is on the device."""
@@ -429,11 +403,6 @@ class PipelineFlow:
     per_rank: int
     schedule: ScheduleName | None
 
-    @property
-    def is_serial(self) -> bool:
-        """True if one rank at a time computes."""
-        return self.schedule is not None and SCHEDULES[self.schedule].is_serial
-
     def size(self, micro_batches: int) -> PipelineSize:
         """Return the pipeline with this number of micro-batches; a single rank runs them one by
         one."""
@@ -539,11 +508,8 @@ class PipelineFlows:
     def _crossing(self, flow: PipelineFlow, number: int, hidden: float) -> float:
         if flow.schedule is None:
             return 0.0
-        times = flow.ranks - 1
-        if flow.is_serial:
-            times *= number
-        elif not self.links.pace.overlaps:  # a rank also waits for its sends
-            times += number * flow.per_rank
+        # on CPU a rank also waits for its sends
+        times = flow.ranks - 1 + number * flow.per_rank * (not self.links.pace.overlaps)
         return (
             2 * times * self.links.seconds(Collective.SEND, 2, self.devices // flow.ranks, hidden)
         )
@@ -559,20 +525,15 @@ class PipelineFlows:
             return 0.0
         others = self.num_layers * sum(sums.block[:2]) + sum(sums.front[:2]) + sum(sums.behind[:2])
         others -= sum(busy)
-        if flow.is_serial:  # idle while all others compute
-            return number * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = sums.weights / sums.block[1] if sums.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = flow.size(number)
         form = size.cost.bubble(size, cost, 0)
-        idle = _simulated(_few(size)) * (forward + backward) / 3 if form is None else form.idle
+        few = replace(size, microbatches=min(number, _ROUNDS * size.ranks))
+        idle = _simulated(few) * (forward + backward) / 3 if form is None else form.idle
         return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
-
-
-def _few(size: PipelineSize) -> PipelineSize:
-    return replace(size, microbatches=min(size.microbatches, _ROUNDS * size.ranks))
 
 
 @cache

@@ -29,7 +29,7 @@ from ptrain.plan.lower import built_in_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.fit import HOST_UNKNOWN, TIGHT
-from ptrain.selection.job import ReadFacts, read_or_kept, searched_job
+from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, searched_job
 from ptrain.selection.ranking import (
     KNOWN,
     SLACK,
@@ -40,7 +40,6 @@ from ptrain.selection.ranking import (
     Remedy,
     Scored,
     SearchGoal,
-    SearchTask,
     cheapest,
     demand_of,
     folded,
@@ -94,11 +93,11 @@ Changes = tuple[tuple[str, Any], ...]
 def neighbours(search: Search, candidate: Candidate) -> Iterator[Candidate]:
     """Yield legal candidates that differ in one dial, which the spec does not set, and satisfy
     constraints."""
-    task = search.task
-    rules = [rule for rule in task.where.constraints if rule.name not in RESULTS]
+    job = search.job
+    rules = [rule for rule in job.where.constraints if rule.name not in RESULTS]
     for other in _changed(search, candidate):
-        spec = other.spec(task.placed)
-        if not is_left_out(spec, task.written) and all(rule.holds(spec) for rule in rules):
+        spec = other.spec(job.sized)
+        if not is_left_out(spec, job.written) and all(rule.holds(spec) for rule in rules):
             several, through = other.micro > 1, through_of(other.pipeline)
             legality = search.legality
             if legality.within(
@@ -108,21 +107,21 @@ def neighbours(search: Search, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _changed(search: Search, candidate: Candidate) -> Iterator[Candidate]:
-    task = search.task
+    job = search.job
     for changes in _dials(search, candidate.data):
         yield replace(candidate, data=replace(candidate.data, changes=changes))
     for kept in search.ways_to_keep:
         if kept != candidate.kept:
             yield replace(candidate, kept=kept)
-    spec = candidate.spec(task.placed)
-    sizes = [micro for micro, _ in micro_batches(task.base, spec.data_degree)]
+    spec = candidate.spec(job.sized)
+    sizes = [micro for micro, _ in micro_batches(job.scored, spec.data_degree)]
     at = sizes.index(candidate.micro)
     for micro in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         yield replace(candidate, micro=micro)
-    ranks, left = candidate.pipeline.factors, task.devices
+    ranks, left = candidate.pipeline.factors, job.devices
     for factor in (f for choice in candidate.within for f in choice.factors):
         left //= factor.degree
-    for _, choices in pipelines(task.base, left, task.written) if ranks else ():
+    for _, choices in pipelines(job.scored, left, job.written) if ranks else ():
         for choice in choices:
             if choice.factors == ranks and choice.changes != candidate.pipeline.changes:
                 yield replace(candidate, pipeline=choice)
@@ -130,8 +129,8 @@ def _changed(search: Search, candidate: Candidate) -> Iterator[Candidate]:
 
 def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
     """Yield other changes of the data axes, one dial at a time."""
-    written, said = search.task.written, dict(choice.changes)
-    bucket = said.get("bucket_bytes", search.task.base.bucket_bytes)
+    written, said = search.job.written, dict(choice.changes)
+    bucket = said.get("bucket_bytes", search.job.scored.bucket_bytes)
     offered: tuple[tuple[tuple[str, ...], Iterable[tuple[Any, ...]]], ...] = (
         (("sync",), ((written.value("sync", sync),) for sync in _SYNCS)),
         (("unit",), ((unit,) for unit in UNITS)),
@@ -160,30 +159,30 @@ _UNKNOWN = Fault(
 
 def why_none(search: Search) -> tuple[str, str]:
     """Return finding and remedy of a search without candidates under its constraints."""
-    task = search.task
-    rules = tuple(task.where.constraints)
-    on = f"on {task.devices} devices"
+    job = search.job
+    rules = tuple(job.where.constraints)
+    on = f"on {job.devices} devices"
     if rules and search.has(Where()):
         alone = [rule for rule in rules if not search.has(Where((rule,)))]
-        needless = (rule for rule in rules if search.has(task.where.without(rule)))
+        needless = (rule for rule in rules if search.has(job.where.without(rule)))
         remedy = " Or: ".join(rule.remedy for rule in alone or needless)
         finding = f"no legal placement {on} satisfies {', '.join(rule.text for rule in rules)}"
         offered = _offered(search, alone[0]) if alone else ""
         return f"{finding}{offered}", remedy or "Remove one of them."
-    fault = _common_fault(task, task.where) or _common_fault(task, Where()) or _UNKNOWN
+    fault = _common_fault(job, job.where) or _common_fault(job, Where()) or _UNKNOWN
     return f"no combination {on} is legal: {fault.finding}", fault.remedy
 
 
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
     """Return the reason, in a few words, why no candidate satisfies `rules` together with `others`,
     the constraints of the last run."""
-    task = search.task
+    job = search.job
     if others.constraints and search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"
-    free = replace(task, written=NOTHING_FIXED)
-    if task.written != NOTHING_FIXED and Search(free).has(Where(rules)):
+    free = replace(job, written=NOTHING_FIXED)
+    if free != job and Search(free, search.work, search.pace).has(Where(rules)):
         return "excluded by values in the spec"
     fault = _common_fault(free, Where(rules))
     return f"none is legal: {fault.finding}" if fault else "none is legal"
@@ -192,12 +191,12 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
 def _offered(search: Search, rule: Constraint) -> str:
     """Return the values of a constraint's property for which candidates exist, as text; "" if
     none."""
-    quantity, task = QUANTITIES[rule.name], search.task
+    quantity, job = QUANTITIES[rule.name], search.job
     values: Iterable[Value] = quantity.words
     if quantity.is_placement:
         values = placements_of(Axis(rule.name.partition(".")[2]))
     elif not values:  # degrees, stages and micro-batches are divisors; 0 for no prefetch
-        values = (0, *divisors(task.devices * task.base.batch.global_samples))
+        values = (0, *divisors(job.devices * job.base.batch.global_samples))
     there = [
         f"[{value}]" if quantity.is_placement else str(value)
         for value in values
@@ -206,22 +205,22 @@ def _offered(search: Search, rule: Constraint) -> str:
     return f": {rule.name} can be {', '.join(there)}" if there else ""
 
 
-def _common_fault(task: SearchTask, where: Where) -> Fault | None:
+def _common_fault(job: SearchedJob, where: Where) -> Fault | None:
     """Return the most common fault of candidates that satisfy constraints, or None."""
-    faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
+    faults = Counter(islice(_faults(job, where), _TRIED)).most_common(1)
     return faults[0][0] if faults else None
 
 
-def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
+def _faults(job: SearchedJob, where: Where) -> Iterator[Fault]:
     """Yield the first fault of each of a sample of candidates that satisfy constraints."""
-    base, written = task.placed, task.written
+    base, written = job.sized, job.written
     ways = {
         axes: [c for c in some if where.admits(Aspect.DATA, apply_choices(base, (c,)))][:_PER_FLOW]
         for axes, some in data_choices(base, written).items()
     }
-    for ranks, within in inner_products(base, task.devices, written):
+    for ranks, within in inner_products(base, job.devices, written):
         cut = apply_choices(base, within)
-        for left, choices in pipelines(base, task.devices // ranks, written):
+        for left, choices in pipelines(base, job.devices // ranks, written):
             flows = [c for c in choices if where.admits(Aspect.PIPELINE, apply_choices(base, (c,)))]
             if not flows or not where.admits(Aspect.WITHIN, cut):
                 continue
@@ -484,7 +483,7 @@ class Chooser(Deriver):
             if not rows and refusals and refusals.keys() >= self.cuts.facts.keys():
                 raise next(iter(refusals.values()))
             if rows:
-                self.cuts.close()
+                self.cuts.most = 0  # no further traces
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
         seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
         return [*rows, *(row for seed in seeds for row in self._descended(seed, _MOST_WORK))]
@@ -516,7 +515,7 @@ class Chooser(Deriver):
         if self.objective is SearchGoal.MEMORY:
             return scored.peak <= row.closed.peak * SLACK
         is_fast = scored.seconds <= row.closed.seconds * SLACK
-        return is_fast and scored.peak <= self.search.task.room * SLACK
+        return is_fast and scored.peak <= self.job.room * SLACK
 
     # -- what lost, and what would fit
 

@@ -32,7 +32,7 @@ from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.fit import Fit
 from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
 from ptrain.selection.profile import clock_of, seconds_of
-from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
+from ptrain.selection.ranking import Ranked, Scored, SearchGoal, ranked
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate
 from ptrain.spec.cluster import Cluster
@@ -58,7 +58,7 @@ class TracedCuts:
     room: float = inf
     cuts: dict[object, tuple[int, Spec]] = field(default_factory=dict)
     facts: dict[int, ModelFacts] = field(default_factory=dict)
-    refusals: dict[int, PtrainError] = field(default_factory=dict)
+    refusals: dict[int, PtrainError] = field(default_factory=dict)  # of parts not derivable
     excess: dict[int, float] = field(default_factory=dict)
 
     def cut(self, spec: Spec) -> int:
@@ -78,34 +78,17 @@ class TracedCuts:
             self.facts[cut] = self.read(spec)
         return self.facts[cut]
 
-    @property
-    def least_excess(self) -> float:
-        """The smallest excess of traced parts, assumed for others."""
-        return min(self.excess.values(), default=0.0)
+    def may_fit(self, cut: int, peak: float) -> bool:
+        """Return True if a candidate of a part with this estimated peak is worth deriving.
 
-    def may_be(self, peak: float) -> bool:
-        """Return True if a candidate with this estimated peak may fit in some part."""
-        return peak + self.least_excess <= self.room
-
-    def may_fit(self, spec: Spec, peak: float) -> bool:
-        """Return True if a candidate with this estimated peak is worth deriving.
-
-        By the known excess it fits, and its part is traced or may still be.
+        By the known excess it fits (of other parts the smallest one is assumed), and its part is
+        traced or may still be.
         """
-        cut = self.cut(spec)
-        if cut in self.refusals:
-            return False
-        if cut not in self.facts and len(self.facts.keys() | self.refusals.keys()) >= self.most:
-            return False
-        return peak + self.excess.get(cut, self.least_excess) <= self.room
-
-    def refuse(self, spec: Spec, error: PtrainError) -> None:
-        """Record why a part cannot be derived."""
-        self.refusals[self.cut(spec)] = error
-
-    def close(self) -> None:
-        """Disallow traces of further parts."""
-        self.most = 0
+        tried = self.facts.keys() | self.refusals.keys()
+        least = min(self.excess.values(), default=0.0)
+        may_be_traced = cut in self.facts or len(tried) < self.most
+        is_open = may_be_traced and cut not in self.refusals
+        return is_open and peak + self.excess.get(cut, least) <= self.room
 
 
 class NominalPace:
@@ -217,21 +200,14 @@ class Deriver:
     @cached_property
     def search(self) -> Search:
         """The search of the job's space."""
-        base, shape, (pace, _) = self.job.scored, self.job.base.model, self._whole
-        assert base.cluster is not None, "a job that is searched for has a cluster"
+        pace, cluster = self._whole[0], self.job.base.cluster
+        assert cluster is not None, "a job that is searched for has a cluster"
         return Search(
-            SearchTask(
-                base=base,
-                devices=self.job.devices,
-                pace=pace or NominalPace(base.cluster),
-                work=self.work,
-                is_nominal=pace is None,
-                objective=self.objective,
-                where=self.job.where,
-                written=self.job.written,
-                own=shape if isinstance(shape, ModelShape) and shape.experts is not None else None,
-                room=self.job.room,
-            )
+            self.job,
+            self.work,
+            pace or NominalPace(cluster),
+            is_nominal=pace is None,
+            by_memory=self.objective is SearchGoal.MEMORY,
         )
 
     def work(self, spec: Spec) -> ModelWork:
@@ -243,8 +219,9 @@ class Deriver:
         plan, facts = self._plan(spec), self._facts(spec)
         index = fullest_place(spec, plan)
         shape, like = self.job.base.model, self.job.stand_in
-        work = model_work(spec, plan, facts, index) if self.unknown else None
-        if not self.unknown:
+        if self.unknown:
+            work = model_work(spec, plan, facts, index)
+        else:
             work = self._work(spec, self.machine(spec, plan, facts), index)
         if work is None:
             raise UnknownRate(why_unknown(spec, plan, facts))
@@ -256,10 +233,13 @@ class Deriver:
         """Return the machine's work at an index, cached by everything that it depends on."""
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
-        shape = (
-            spec.model if isinstance(spec.model, ModelShape) else None
-        )  # a job has only one other model
-        key = (shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
+        # A job has at most one model without a shape.
+        shape = spec.model if isinstance(spec.model, ModelShape) else None
+        program = spec.compile, spec.precision.matmul
+        key = (
+            *(shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index),
+            program,
+        )
         if key not in self.works:
             self.works[key] = machine.work(index)
         return self.works[key]
@@ -271,7 +251,10 @@ class Deriver:
         return lower(spec, self._facts(spec))
 
     def _facts(self, spec: Spec) -> ModelFacts:
-        if self.cuts is not None and spec.model == self.job.base.model:
+        base = self.job.base
+        # A compiled job is scored as the same model, eager.
+        is_scored = (spec.compile, spec.precision) != (base.compile, base.precision)
+        if self.cuts is not None and spec.model == base.model and not is_scored:
             return self.cuts.of(spec)
         key = spec.model, spec.unit_size
         if key not in self.facts:
@@ -299,11 +282,12 @@ class Deriver:
         except PtrainError as error:
             if self.cuts is None:
                 raise
-            self.cuts.refuse(spec, error)  # another part may work
+            self.cuts.refusals[self.cuts.cut(spec)] = error  # another part may work
             return None
         if row is None or row.memory.peak_bytes is None:
             if row is not None and self.cuts is not None:
-                self.cuts.refuse(spec, refused("model", f"the peak is unknown: {row.memory.why}"))
+                why = refused("model", f"the peak is unknown: {row.memory.why}")
+                self.cuts.refusals[self.cuts.cut(spec)] = why
             return None
         if self.cuts is not None:
             self.cuts.excess[self.cuts.cut(spec)] = row.peak_bytes - scored.peak
@@ -343,7 +327,7 @@ class Deriver:
         tried = self._tried(scored, count, lambda: fastest == inf)
         # A traced peak calibrates the estimates of its part, so it is derived in full even if it
         # does not fit.
-        room = self.search.task.room if self.cuts is None else inf
+        room = self.job.room if self.cuts is None else inf
         for candidate in islice(tried, _TRIED * count):
             if not count:
                 return
@@ -402,17 +386,17 @@ class Deriver:
         Candidates that seem not to fit are checked again at the end, when more is known.
         """
         tried, later = Counter[int](), list[Scored]()
-        for is_last, candidates in ((False, scored), (True, later)):
-            for candidate in candidates:
-                if not cuts.may_be(candidate.peak):
-                    if not is_last:
-                        later.append(candidate)
-                    continue
-                spec = candidate.candidate.spec(self.job.base)
-                cut = cuts.cut(spec)
-                if tried[cut] < self.count and cuts.may_fit(spec, candidate.peak):
-                    tried[cut] += 1
-                    yield candidate
+        for is_last, one in chain(((False, one) for one in scored), ((True, one) for one in later)):
+            # most are too large for any part, and need no spec
+            if one.peak + min(cuts.excess.values(), default=0.0) > cuts.room:
+                later.extend(() if is_last else (one,))
+                continue
+            spec = one.candidate.spec(self.job.base)
+            cut = cuts.cut(spec)
+            # Programs and fp8 products exclude choices that are legal as scored.
+            if tried[cut] < self.count and cuts.may_fit(cut, one.peak) and is_sound(spec):
+                tried[cut] += 1
+                yield one
 
     def _obeys(self, row: Ranked) -> bool:
         """Return True if a row fits, leaves the margin free and satisfies constraints on

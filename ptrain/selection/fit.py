@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ptrain.by_rank import largest
 from ptrain.cost import Estimate, State
-from ptrain.derivation.memory import ranks_per_node
+from ptrain.derivation.ghosts.wrapping import ranks_per_node
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import ActivationMode
-from ptrain.spec.extras import require_eager, require_listed_operators
+from ptrain.spec.cluster import OperatorKind
+from ptrain.spec.dials import Compiled
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
-from ptrain.spec.rates import OperatorKind
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import to_flow_yaml
 
@@ -331,7 +332,7 @@ _CPU_LAYOUT, _GPU_LAYOUT, _OLD_GPU_LAYOUT = "fp32", "zero16", "fp16"
 _BF16 = 80  # the first compute capability with matrix units for bf16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchedJob:
     """A job to be placed by a search.
 
@@ -342,7 +343,8 @@ class SearchedJob:
         source: The model or spec from which the base is loaded.
         overrides: The overrides with which it is loaded.
         written: The other choices that the spec sets.
-        stand_in: The shape that estimates use. None if tables cover the model.
+        stand_in: The shape that estimates use, eager and without fp8 products. None if tables cover
+            the job.
         margin: The fraction of a device's memory that stays free.
     """
 
@@ -366,15 +368,18 @@ class SearchedJob:
         cluster = self.base.cluster
         return float(cluster.usable_memory - self.margin_bytes) if cluster else math.inf
 
-    @property
+    @cached_property
     def scored(self) -> Spec:
-        """The base with the model that estimates use."""
-        return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
+        """The base as estimates see it."""
+        if self.stand_in is None:
+            return self.base
+        return replace(_without_programs(self.base), model=self.stand_in)
 
-    @property
+    @cached_property
     def sized(self) -> Spec:
-        """The base if its model has a shape, else the base with the stand-in."""
-        return self.base if isinstance(self.base.model, ModelShape) else self.scored
+        """The base as estimates see it, with its own shape if the model has one."""
+        model = self.base.model
+        return replace(self.scored, model=model) if isinstance(model, ModelShape) else self.scored
 
     @property
     def name(self) -> str:
@@ -412,8 +417,6 @@ def searched_job(
     else:
         job = _of_spec(source, words, where)
     base = job.base
-    require_eager(base, "select")
-    require_listed_operators(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",
@@ -440,8 +443,11 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     they cover neither."""
     if is_tabulated(base):
         return None
+    plain = _without_programs(base)
+    if is_tabulated(plain):
+        return shape
     like = stand_in(shape)
-    if is_tabulated(replace(base, model=like)):
+    if is_tabulated(replace(plain, model=like)):
         return like
     raise refused(
         "model",
@@ -449,6 +455,12 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
         "memory table covers it or a similar llama or gpt",
         "Use a preset with llama or gpt blocks, for example `llama3-8b` or `gpt3-13b`.",
     )
+
+
+def _without_programs(spec: Spec) -> Spec:
+    """Return the spec without compiled blocks and fp8 products, which no table has."""
+    precision = replace(spec.precision, matmul=Matmul.NONE)
+    return replace(spec, compile=Compiled.NONE, precision=precision)
 
 
 def said_in(
@@ -556,7 +568,9 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
         layout = _CPU_LAYOUT
     elif (probe.sm or _BF16) < _BF16:
         layout = _OLD_GPU_LAYOUT
-    precision = said.get("precision", {"layout": layout})
+    precision = said.get("precision", {})
+    if isinstance(precision, dict) and not precision.keys() - {"matmul"}:
+        precision = {"layout": layout, **precision}
     return {**said, "batch": batch, "precision": precision}
 
 

@@ -26,10 +26,10 @@ from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import STAGES, kept_so, without_experts
 from ptrain.spec.activations import PLAIN, ActivationMode, Scope
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Tier
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.timeline import Kind
 
@@ -261,16 +261,14 @@ def _passes(clock: Clock, work: LayerWork, kept: ActivationMode) -> tuple[float,
     return forward.in_a_row(clock.pace), backward.in_a_row(clock.pace), host
 
 
-def exchange_seconds(
-    spec: Spec, shape: ModelShape, pace: Pace, kept: ActivationMode
-) -> tuple[float, float]:
+def exchange_seconds(spec: Spec, pace: Pace, kept: ActivationMode) -> tuple[float, float]:
     """Return the seconds, forward and backward, that a block waits for rows of experts on other
     ranks.
 
     Recomputed blocks exchange rows again.
     """
-    ranks, inside = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP)
-    if spec.degree(Axis.EP) == 1:
+    ranks, inside, shape = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP), spec.model
+    if spec.degree(Axis.EP) == 1 or not isinstance(shape, ModelShape):
         return 0.0, 0.0
     once = pace.collective_seconds(
         Collective.ALL_TO_ALL,

@@ -1,28 +1,24 @@
-"""The input and output of a search: the task, a row of exact figures per candidate, the ranking of
+"""The output of a search: a row of exact figures per candidate, the ranking of
 rows with the reasons why well-known placements lost, and the demand of a full training."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
 
-from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, FixedChoices, apply_choices
 from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation, Throughput, predict_throughput
 from ptrain.derivation.interconnect import Network
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import refused
-from ptrain.facts.model import ModelFacts, ModelWork
-from ptrain.rates.pace import Pace
+from ptrain.facts.model import ModelFacts
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.space import SPACES, Candidate, without_experts
-from ptrain.selection.where import Where
+from ptrain.selection.space import SPACES, Candidate
 from ptrain.spec.dials import SyncPolicy
-from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
@@ -61,58 +57,6 @@ class SearchCount:
     scored: int = 0
     fitting: int = 0
     untimed: int = 0
-
-
-Work = Callable[[Spec], ModelWork]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchTask:
-    """The input of a search.
-
-    Attributes:
-        base: Spec of the job.
-        devices: Number of devices.
-        pace: Rates of the machine.
-        work: Returns the computation of a spec per micro-batch.
-        is_nominal: True if the rates are declared, not measured.
-        objective: Figure to minimize.
-        where: Constraints.
-        written: Choices that the spec sets.
-        own: Shape of the job's MoE model, for which the model of `base` stands in.
-        room: Bytes of a device that a peak may fill.
-    """
-
-    base: Spec
-    devices: int
-    pace: Pace
-    work: Work
-    is_nominal: bool = False
-    objective: SearchGoal = SearchGoal.TIME
-    where: Where = field(default_factory=Where)
-    written: FixedChoices = NOTHING_FIXED
-    own: ModelShape | None = None
-    room: float = inf
-
-    @property
-    def placed(self) -> Spec:
-        """The base with the model of the job."""
-        return self.base if self.own is None else replace(self.base, model=self.own)
-
-    def with_choices(self, within: tuple[AxisChoice, ...]) -> tuple[Spec, Spec]:
-        """Return the base with choices within a block: as candidates have it, and as it is scored.
-
-        A MoE model is scored by its stand-in without experts.
-        """
-        placed = apply_choices(self.placed, within)
-        if self.own is None:
-            return placed, placed
-        return placed, without_experts(apply_choices(self.base, within))
-
-    @property
-    def scored(self) -> Spec | None:
-        """The base if it has a stand-in, else None."""
-        return None if self.own is None else self.base
 
 
 _BILLION = 10**9
@@ -202,7 +146,7 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
         closed=closed,
         step=exact.step,
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
-        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True),
+        memory=fit(spec, exact, takes_unclaimed=takes_peak_of(spec, facts), takes_assumed=True),
         assumed=exact.assumed.get("peak", ""),
         tiers=_tiers(spec, exact),
         throughput=predict_throughput(spec, facts, exact.step) if exact.step else None,

@@ -25,18 +25,15 @@ from ptrain.errors import Fault, refused
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
-from ptrain.spec.extras import require_eager, require_listed_operators
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
-from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.spec.placement import DATA_AXES, Factor, M, R
+from ptrain.spec.spec import ActivationSpec, Spec, require_searchable
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory
 
 _PLACE = "recompute.budget"
 _MICRO = "batch.micro"
 _NUMBER = "Set `batch.micro` to a number."
-_DEVICE = frozenset({Tier.DEVICE})
-_TEMPORARY = 0.001  # share of the peak: copies of offloads pass through the device
 _SPARSE = (4, 3, 2)  # recompute every n-th block, tried before every block
 
 
@@ -86,27 +83,6 @@ def resolve_auto(document: LocatedSpec) -> Spec:
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require_runnable(document)
     return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
-
-
-def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
-    """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
-    plain = spec.with_fields(activations=ActivationSpec())
-    is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
-    if (
-        peak is None
-        or not is_known
-        or not any(not mode.is_plain for mode in spec.activations.modes)
-    ):
-        return ()
-    least = derive(plain, is_timed=False).exact.peak_bytes()
-    if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
-        return ()
-    rise = f"raises the peak from {format_memory(least)} to {format_memory(peak)}"
-    why = (
-        "the peak is in the backward pass of one block, when all its activations are on "
-        "the device again"
-    )
-    return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
 
 def _within(spec: Spec, budget: int) -> Spec:
@@ -237,8 +213,7 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise refused(
             _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
         )
-    require_eager(spec, "predict with batch.micro=auto")
-    require_listed_operators(spec, "predict with batch.micro=auto")
+    require_searchable(spec, "predict with batch.micro=auto")
     if spec.activations.budget is not None:
         raise refused(
             _MICRO,

@@ -16,9 +16,9 @@ from math import prod
 from operator import itemgetter
 
 from ptrain.axes.candidates import AxisChoice, apply_choices
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.plan.lower import built_in_facts
-from ptrain.rates.pace import UnknownRate
+from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.bound import (
     DataWay,
     FlowSeconds,
@@ -32,6 +32,7 @@ from ptrain.selection.bound import (
     representatives,
     way_bytes,
 )
+from ptrain.selection.job import SearchedJob
 from ptrain.selection.profile import (
     Activity,
     Links,
@@ -43,7 +44,7 @@ from ptrain.selection.profile import (
     seconds_of,
     sizes_of,
 )
-from ptrain.selection.ranking import SLACK, TIME_SLACK, Scored, SearchCount, SearchGoal, SearchTask
+from ptrain.selection.ranking import SLACK, TIME_SLACK, Scored, SearchCount
 from ptrain.selection.space import (
     THROUGH,
     Candidate,
@@ -60,6 +61,7 @@ from ptrain.selection.space import (
     sized,
     through_of,
     ways_to_keep,
+    without_experts,
 )
 from ptrain.selection.where import Aspect, Constraint, Where
 from ptrain.spec.activations import ActivationMode
@@ -73,6 +75,9 @@ from ptrain.units import grouped
 # exact derivation may reject those whose estimate is too low by up to SLACK.
 _PER_PLACEMENT = 16
 _BANDS = 16  # bands of memory; the fastest of each is on the estimated front
+
+
+Work = Callable[[Spec], ModelWork]
 
 
 def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
@@ -90,9 +95,8 @@ class ScoredCut:
     block, and no experts.
     """
 
-    def __init__(self, spec: Spec, task: SearchTask) -> None:
-        self.spec, self.work = spec, task.work
-        self.clock = clock_of(spec, task.pace)
+    def __init__(self, spec: Spec, work: Work, pace: Pace) -> None:
+        self.spec, self.work, self.clock = spec, work, clock_of(spec, pace)
         self.activity, self.sums = cache(self._activity), cache(self._sums)
 
     def _activity(self, kept: ActivationMode) -> Activity:
@@ -220,11 +224,10 @@ class SearchResult:
         placements: All placements.
     """
 
-    def __init__(self, task: SearchTask) -> None:
-        self.task, self.counts = task, SearchCount()
+    def __init__(self, job: SearchedJob, *, by_memory: bool) -> None:
+        self.job, self.by_memory, self.counts = job, by_memory, SearchCount()
         self.placements: list[DataRow] = []
-        self.limit = task.room * SLACK
-        self.by_memory = task.objective is SearchGoal.MEMORY
+        self.limit = job.room * SLACK
 
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
@@ -251,13 +254,13 @@ class SearchResult:
         # Pruning: compute and bubble are shared by all rows of a block. If these alone are slower
         # than the worst candidate kept, no row can enter, and communication need not be estimated.
         if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
-            counts.fitting += size <= self.task.room
+            counts.fitting += size <= self.job.room
             return
         seconds = block.step(row)
         for name, figure, slack in (("memory", size, SLACK), ("time", seconds, TIME_SLACK)):
-            if not all(may_hold(rule, figure, slack) for rule in self.task.where.bounds(name)):
+            if not all(may_hold(rule, figure, slack) for rule in self.job.where.bounds(name)):
                 return
-        counts.fitting += size <= self.task.room
+        counts.fitting += size <= self.job.room
         counts.untimed += seconds == float("inf")
         first, second = (size, seconds) if self.by_memory else (seconds, size)
         if len(best) < _PER_PLACEMENT or first < best[-1][0]:
@@ -268,7 +271,7 @@ class SearchResult:
 
     def _is_slower(self, block: CandidateBlock, seconds: float) -> bool:
         """Return True if the shared compute time of a block alone exceeds `seconds`."""
-        if self.by_memory or self.task.where.constraints:
+        if self.by_memory or self.job.where.constraints:
             return False
         flow = block.flow_seconds
         return flow is not None and flow.computing + flow.idle > seconds
@@ -304,16 +307,32 @@ class SearchResult:
 
 
 class Search:
-    """The loops over all choices, with cached results."""
+    """The loops over all choices, with cached results.
 
-    def __init__(self, task: SearchTask) -> None:
-        self.task = task
-        self.facts: ModelFacts = built_in_facts(replace(task.placed, unit=UnitSize()))
-        self.legality = Legality(task.placed, task.written, task.scored)
-        self.links = Links(task.base, task.pace, task.devices, is_nominal=task.is_nominal)
-        self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
-        self.choices = data_choices(task.base, task.written)
-        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.offload_tier)
+    Args:
+        job: The job.
+        work: Returns the computation of a spec per micro-batch.
+        pace: Rates of the machine.
+        is_nominal: True if the rates are declared, not measured.
+        by_memory: True to minimize memory instead of time.
+    """
+
+    def __init__(
+        self,
+        job: SearchedJob,
+        work: Work,
+        pace: Pace,
+        *,
+        is_nominal: bool = False,
+        by_memory: bool = False,
+    ) -> None:
+        self.job, self.work, self.pace, self.by_memory = job, work, pace, by_memory
+        self.facts: ModelFacts = built_in_facts(replace(job.sized, unit=UnitSize()))
+        self.legality = Legality(job.sized, job.scored, job.written)
+        self.links = Links(job.scored, pace, job.devices, is_nominal=is_nominal)
+        self.flows = PipelineFlows(job.sized, self.facts, self.links, job.devices)
+        self.choices = data_choices(job.scored, job.written)
+        self.ways_to_keep = job.written.kept or ways_to_keep(job.written.offload_tier)
         self.cut, self.sums = cache(self._cut), cache(self._sums)
         self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
@@ -324,14 +343,14 @@ class Search:
         """Return the best legal candidates that satisfy constraints."""
         self._obey(where)
         self.rows.cache_clear()  # rows hold the best candidates of the previous run
-        result = SearchResult(self.task)
+        result = SearchResult(self.job, by_memory=self.by_memory)
         for block in self.blocks():
             result.take(block)
         return result
 
     def has(self, where: Where) -> bool:
         """Return True if a legal candidate satisfies constraints; later runs are not affected."""
-        own = self.task.where
+        own = self.job.where
         self._obey(where)
         is_there = next(self.blocks(), None) is not None
         self._obey(own)
@@ -339,20 +358,19 @@ class Search:
 
     def _obey(self, where: Where) -> None:
         """Set the constraints, and clear caches that depend on them."""
-        if where != self.task.where:
-            self.task = replace(self.task, where=where)
+        if where != self.job.where:
+            self.job = replace(self.job, where=where)
             self.running.cache_clear()
             self.rows.cache_clear()
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield all blocks of candidates that satisfy constraints."""
-        task = self.task
-        base, where = task.base, task.where
-        for ranks, within in inner_products(task.placed, task.devices, task.written):
+        job, base, where = self.job, self.job.scored, self.job.where
+        for ranks, within in inner_products(job.sized, job.devices, job.written):
             cut = self.cut(ranks, within)
             if not where.admits(Aspect.WITHIN, cut.placed):
                 continue
-            for left, _ in pipelines(base, task.devices // ranks, task.written):
+            for left, _ in pipelines(base, job.devices // ranks, job.written):
                 samples = left * cut.placed.data_degree
                 for micro, number in apart(micro_batches(base, samples)):
                     if where.admits(Aspect.BATCH, batched(base, micro, number)):
@@ -362,7 +380,7 @@ class Search:
         self, cut: BlockCut, left: int, micro: int, number: int
     ) -> Iterator[CandidateBlock]:
         """Yield the blocks for one choice within a block and one micro-batch."""
-        running = self.running(self.task.devices // cut.ranks, left, number)
+        running = self.running(self.job.devices // cut.ranks, left, number)
         for kept in self.kept if running else ():
             for through, flows in running.items():
                 if self.is_whole(cut.within, kept, through, several=micro > 1):
@@ -373,19 +391,19 @@ class Search:
     @property
     def kept(self) -> list[ActivationMode]:
         """The ways to keep activations that satisfy constraints."""
-        base, where = self.task.base, self.task.where
+        base, where = self.job.scored, self.job.where
         ways = self.ways_to_keep
         return [kept for kept in ways if where.admits(Aspect.KEPT, kept_so(base, kept))]
 
     def _running(self, ranks: int, left: int, number: int) -> dict[Through, list[PipelineFlow]]:
         """Return the legal pipelines that leave `left` ranks to the data axes, by their effect on
         others."""
-        base, written = self.task.base, self.task.written
+        base, written = self.job.scored, self.job.written
         choices = next(some for rest, some in pipelines(base, ranks, written) if rest == left)
         return grouped(
             (through_of(choice), flow_of(base, choice))
             for choice in choices
-            if self.task.where.admits(Aspect.PIPELINE, apply_choices(base, (choice,)))
+            if self.job.where.admits(Aspect.PIPELINE, apply_choices(base, (choice,)))
             and self.legality.pipeline(choice, number)
         )
 
@@ -424,16 +442,16 @@ class Search:
 
     def score(self, candidate: Candidate) -> Scored:
         """Return the estimates of one candidate."""
-        task, through = self.task, through_of(candidate.pipeline)
+        base, through = self.job.scored, through_of(candidate.pipeline)
         ranks = prod(f.degree for choice in candidate.within for f in choice.factors)
         cut = self.cut(ranks, candidate.within)
-        way = DataWay.of(task.base, candidate.data, (THROUGH[through], *candidate.within))
+        way = DataWay(base, candidate.data, (THROUGH[through], *candidate.within))
         own = tuple(factor.degree for factor in candidate.data.factors)
-        number = candidate.spec(task.placed).batch.accumulate
+        number = candidate.spec(self.job.sized).batch.accumulate
         row = self._row(cut, way, own)
         block = self._block(
             cut,
-            flow_of(task.base, candidate.pipeline),
+            flow_of(base, candidate.pipeline),
             {row.memory: [row]},
             candidate.micro,
             number,
@@ -443,12 +461,13 @@ class Search:
 
     def _cut(self, ranks: int, within: tuple[AxisChoice, ...]) -> BlockCut:
         """Return a choice of the axes within a block, with its estimates."""
-        placed, spec = self.task.with_choices(within)
+        placed = apply_choices(self.job.sized, within)
         # Choices of expert parallelism have the same stand-in without experts, so that they share
         # its estimates.
+        spec = without_experts(apply_choices(self.job.scored, within))
         key = spec.factors, spec.context, spec.tensor
         if key not in self.scored:
-            self.scored[key] = ScoredCut(spec, self.task)
+            self.scored[key] = ScoredCut(spec, self.work, self.pace)
         return BlockCut(
             ranks=ranks,
             within=within,
@@ -460,11 +479,9 @@ class Search:
 
     def _sums(self, cut: BlockCut, kept: ActivationMode, micro: int) -> PassSums | None:
         """Return the seconds of the passes, with the exchange of experts' rows."""
-        sums, own = cut.scored.sums(kept, micro), self.task.own
-        if sums is None or own is None:
-            return sums
-        placed = batched(cut.placed, micro, 1)
-        there, back = exchange_seconds(placed, own, self.task.pace, kept)
+        if (sums := cut.scored.sums(kept, micro)) is None:
+            return None
+        there, back = exchange_seconds(batched(cut.placed, micro, 1), self.pace, kept)
         forward, backward, host = sums.block
         return replace(sums, block=(forward + there, backward + back, host))
 
@@ -473,38 +490,27 @@ class Search:
     ) -> dict[WayBytes, list[DataRow]]:
         """Return the legal choices of the data axes for one choice within a block, by bytes."""
         rows: list[DataRow] = []
-        for axes in self.choices:
-            for degrees in degrees_over(len(axes), left * cut.shared):
+        base, where = self.job.scored, self.job.where
+        for axes, choices in self.choices.items():
+            ways = [
+                way
+                for way in self._ways(axes, cut, through, many=many)
+                if where.admits(Aspect.DATA, way.spec)
+            ]
+            for degrees in degrees_over(len(axes), left * cut.shared) if ways else ():
                 if degrees and degrees[-1] % cut.shared:
                     continue  # these ranks belong to axes that share the innermost axis's states
                 own = (*degrees[:-1], *(last // cut.shared for last in degrees[-1:]))
-                ways = (
-                    way
-                    for way in self._ways(axes, cut, through, many=many)
-                    if self._is_admitted(way, own, cut, through)
-                )
-                rows += (self._row(cut, way, own) for way in representatives(ways))
+                if where.admits(Aspect.RANKS, apply_choices(base, (sized(choices[0], own),))):
+                    rows += (self._row(cut, way, own) for way in representatives(ways))
         return grouped((row.memory, row) for row in rows)
 
     def _row(self, cut: BlockCut, way: DataWay, own: tuple[int, ...]) -> DataRow:
         """Return a row with its bytes and seconds."""
         degrees = (*own[:-1], *(last * cut.shared for last in own[-1:]))
-        memory = way_bytes(self.task.base, way, degrees, cut.sizes)
+        memory = way_bytes(self.job.scored, way, degrees, cut.sizes)
         within = cut.ranks // cut.shared
         return DataRow(way, own, memory, WaySeconds(self.links, way, degrees, cut.sizes, within))
-
-    def _is_admitted(
-        self, way: DataWay, own: tuple[int, ...], cut: BlockCut, through: Through
-    ) -> bool:
-        """Return True if a choice with degrees satisfies constraints on ranks, placements and
-        dials."""
-        where = self.task.where
-        if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
-            return True
-        choice = sized(way.choice, own)
-        spec = apply_choices(self.task.base, (choice, THROUGH[through], *cut.within))
-        alone = apply_choices(self.task.base, (choice,))
-        return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(
         self, axes: tuple[Axis, ...], cut: BlockCut, through: Through, *, many: bool
@@ -514,5 +520,5 @@ class Search:
         if key not in self.ways:
             beside = (THROUGH[through], *cut.within)
             legal = self.legality.data(self.choices[axes], cut.within, through, many=many)
-            self.ways[key] = [DataWay.of(self.task.base, choice, beside) for choice in legal]
+            self.ways[key] = [DataWay(self.job.scored, choice, beside) for choice in legal]
         return self.ways[key]

@@ -160,14 +160,14 @@ class Legality:
 
     Attributes:
         base: The spec of the job.
+        scored: The spec whose tables are used: the base, or the one with a stand-in.
         written: The choices that the spec sets.
-        scored: The spec whose tables are used, if the job's model has none. Else None.
         open_specs: A cache of specs by kind of choice, with the rules that remain to be checked.
     """
 
     base: Spec
+    scored: Spec
     written: FixedChoices = NOTHING_FIXED
-    scored: Spec | None = None
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
@@ -209,7 +209,8 @@ class Legality:
         return is_sound and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
-        like = self._like(spec.with_fields(cluster=self.base.cluster))
+        like = without_experts(spec)
+        like = like.with_fields(cluster=self.base.cluster, model=_with_layers(self.scored).model)
         return is_tabulated(like) and not (
             like.is_for_cuda and not takes_peak_of(like, self._facts)
         )
@@ -257,7 +258,7 @@ class Legality:
     @cached_property
     def _facts(self) -> ModelFacts:
         """The facts of the model that is scored, with enough layers. Choices do not change them."""
-        return built_in_facts(_with_layers(self.scored or self.base))
+        return built_in_facts(_with_layers(self.scored))
 
     @cached_property
     def _even(self) -> Spec:
@@ -278,13 +279,6 @@ class Legality:
         choices = tuple(choices)
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
         return apply_choices(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
-
-    def _like(self, spec: Spec) -> Spec:
-        """Return the spec with the model that is scored. It has no experts if it replaces a MoE
-        model."""
-        if self.scored is None:
-            return spec
-        return without_experts(spec).with_fields(model=_with_layers(self.scored).model)
 
 
 def without_experts(spec: Spec) -> Spec:

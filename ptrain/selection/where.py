@@ -21,7 +21,7 @@ from ptrain.axes.data.form import form_of, joins_units, units_ahead
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
-from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.batch import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.pipeline import ScheduleName
@@ -108,11 +108,6 @@ class Quantity:
     of: Callable[[Spec], Value]
     words: tuple[str, ...] = ()
     is_placement: bool = False
-
-    @property
-    def has_order(self) -> bool:
-        """True if values can be compared by size."""
-        return not self.words and not self.is_placement
 
 
 _OF_AXES = {
@@ -294,7 +289,7 @@ def parse(text: str) -> Constraint:
     if name not in QUANTITIES:
         raise refused(FLAG, f"{name} is not a property of a candidate", known_names(name))
     quantity = QUANTITIES[name]
-    if compare in _ORDERING and not quantity.has_order:
+    if compare in _ORDERING and (quantity.words or quantity.is_placement):
         raise refused(
             FLAG, f"{text}: {name} has no order", f"Use `{name}=VALUE` or `{name}!=VALUE`."
         )
@@ -330,10 +325,6 @@ class Where:
     def without(self, rule: Constraint) -> Where:
         """Return the other constraints."""
         return Where(tuple(other for other in self.constraints if other != rule))
-
-    def asks(self, part: Aspect) -> bool:
-        """Return True if there is a constraint on a part."""
-        return any(rule.part is part for rule in self.constraints)
 
     def bounds(self, name: str) -> Iterable[Constraint]:
         """Yield the constraints on a property or figure."""

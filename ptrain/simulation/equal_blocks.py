@@ -32,9 +32,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.internals.fakes import READ
 from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OperatorMode, watch_modules
 from ptrain.models.pretrained import layers_of, with_layers
-from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
@@ -348,9 +347,7 @@ class EqualBlocks:
             model=_with_layers(spec.model, sum(split) or blocks),
             activations=replace(spec.activations, default=kept, by_block=(), every=1),
         )
-        if not split:
-            return shorter
-        return replace(shorter, pipeline=replace(spec.pipeline, split=split))
+        return replace(shorter, pipeline=replace(spec.pipeline, split=split)) if split else shorter
 
 
 def _with_layers(model: ModelSpec, layers: int) -> ModelSpec:
@@ -420,9 +417,11 @@ def _blocks_of_plan(
     split = tuple(map(len, plan.pipeline.layers))
     own = plan.pipeline.stages_of(indices_in_groups(spec, (Axis.PP,))[rank])
     numbers = {split[stage] for stage in own}
-    if len(numbers) > 1:
-        return None
-    return EqualBlocks(spec=spec, number=numbers.pop(), split=split, own=own)
+    return (
+        None
+        if len(numbers) > 1
+        else EqualBlocks(spec=spec, number=numbers.pop(), split=split, own=own)
+    )
 
 
 def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
@@ -503,9 +502,11 @@ def _read_structure(model: FakeModel) -> Repetition | None:
         if block is None:
             return None
         sections = _record_sections(model, facts.blocks)
-    if sections is None:
-        return None
-    return Repetition(facts=facts, around=around, block=block, sections=sections)
+    return (
+        None
+        if sections is None
+        else Repetition(facts=facts, around=around, block=block, sections=sections)
+    )
 
 
 def _record_sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:

@@ -34,9 +34,8 @@ from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.compiled import silent_blocks
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OperatorMode, add_listeners, is_recomputing, watch_modules
 from ptrain.models.objective import StepBatch
-from ptrain.models.watch import add_listeners, is_recomputing, watch_modules
 from ptrain.models.work import matrix_products
 from ptrain.report.simulation import MemoryHistory
 from ptrain.runtime import simulated_gpu
@@ -53,7 +52,7 @@ from ptrain.steps.experts import token_places
 from ptrain.steps.step import Plan
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.facts import why_not_compiled
-from ptrain.train.probe import FIRST_STEADY, setup_traffic
+from ptrain.train.parts import FIRST_STEADY, setup_traffic
 
 _aten = torch.ops.aten
 # A CPU operator, or an in-place one, to the operator whose formula counts it.

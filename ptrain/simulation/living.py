@@ -26,8 +26,7 @@ from ptrain.derivation.kernels import attention_backward, attention_of, sum_of_r
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.ledger import storage_of
-from ptrain.models.watch import add_listeners
+from ptrain.models.ledger import add_listeners, storage_of
 from ptrain.optimizers.update import MASTER
 from ptrain.runtime.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
@@ -320,5 +319,7 @@ def gathered_units(program: Program) -> Iterator[tuple[int, str]]:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
                 for part in group.fsdp_params:
-                    for output in part.all_gather_outputs:
-                        yield storage_of(output)._cdata, name or "root"
+                    yield from (
+                        (storage_of(output)._cdata, name or "root")
+                        for output in part.all_gather_outputs
+                    )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH
 from ptrain.spec.leaf import (
     INVALID,
     MODE_MEANINGS,
@@ -33,6 +32,7 @@ from ptrain.spec.leaf import (
     reject,
     words_schema,
 )
+from ptrain.spec.model import ARGUMENTS, FOLDER, FORM, PATH
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.word import MeantWord, words_of
 

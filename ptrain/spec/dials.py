@@ -94,9 +94,11 @@ class SyncPolicy:
     def after_forward(self, *, is_root: bool) -> bool | int:
         """Return whether a unit is resharded after its forward pass, or the number of shards it is
         resharded to."""
-        if isinstance(self.reshard_after_forward, Reshard):
-            return not is_root
-        return self.reshard_after_forward
+        return (
+            not is_root
+            if isinstance(self.reshard_after_forward, Reshard)
+            else self.reshard_after_forward
+        )
 
 
 class Compiled(MeantWord):
@@ -107,6 +109,18 @@ class Compiled(MeantWord):
         "block",
         "the forward pass of each block, recomputation included; hooks of the wrapper run outside",
     )
+    LOSS = "loss", "the logits and the cross entropy of all tokens, as one program"
+    ALL = "all", "block and loss"
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if blocks are compiled."""
+        return self in (Compiled.BLOCK, Compiled.ALL)
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the logits and the loss are compiled."""
+        return self in (Compiled.LOSS, Compiled.ALL)
 
 
 class ReduceScatterVia(Word):

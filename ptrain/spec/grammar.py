@@ -21,7 +21,6 @@ from ptrain.spec.activations import (
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
-from ptrain.spec.function import StepRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.leaf import (
     Choice,
@@ -33,7 +32,7 @@ from ptrain.spec.leaf import (
     grammar_dataclass,
     words_schema,
 )
-from ptrain.spec.model import ModelRaw
+from ptrain.spec.model import ModelRaw, StepRaw
 from ptrain.spec.placement import Mode, S
 from ptrain.spec.precision import PrecisionRaw
 

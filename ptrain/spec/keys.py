@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from ptrain.spec import slips
-from ptrain.spec.context import ContextSpec
+from ptrain.spec.batch import ContextSpec
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     WHOLE_BUCKET,
@@ -49,8 +49,7 @@ from ptrain.spec.leaf import (
     section_dataclass,
 )
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import DATA_AXES, Axis, Mode, Tier
-from ptrain.spec.role import GIVEN, Role, Roles
+from ptrain.spec.placement import DATA_AXES, GIVEN, Axis, Mode, Role, Roles, Tier
 from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import to_flow_yaml
@@ -62,13 +61,11 @@ CUT, FOLDED = "cut", "folded"
 
 def _parse_plan(written: str | Mapping[str, str]) -> str | Roles:
     """Return the name of a plan, or the roles of a model's modules."""
-    if isinstance(written, str):
-        return written
-    return tuple((name, Role(role)) for name, role in written.items()) or PAIRED
-
-
-def _dump_plan(plan: str | Roles) -> object:
-    return plan if isinstance(plan, str) else {name: role.value for name, role in plan}
+    return (
+        written
+        if isinstance(written, str)
+        else tuple((name, Role(role)) for name, role in written.items()) or PAIRED
+    )
 
 
 @section_dataclass
@@ -95,7 +92,9 @@ class TensorSpec:
                 ),
             ),
             read=_parse_plan,
-            write=_dump_plan,
+            write=lambda plan: (
+                plan if isinstance(plan, str) else {name: role.value for name, role in plan}
+            ),
         ),
     ] = PAIRED
     loss_parallel: Annotated[
@@ -267,15 +266,6 @@ def _parse_unit(written: str) -> UnitSize:
     return UnitSize(kind=UnitKind.BLOCKS, count=int(count)) if int(count) > 1 else UnitSize()
 
 
-def _parse_bucket(written: int | str) -> int:
-    return _BUCKETS.get(written, 0) if isinstance(written, str) else written
-
-
-def _dump_bucket(size: int) -> object:
-    """Return the word for a bucket size that has one, else the size in bytes."""
-    return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
-
-
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class Keys:
     """The keys of a spec that are read without another resolution."""
@@ -348,13 +338,14 @@ class Keys:
     compile: Annotated[
         Compiled,
         Either(
-            "Compile the forward pass of each block with torch.compile.",
-            "none or block",
+            "Compile blocks, or the logits and the loss, with torch.compile.",
+            "none, block, loss or all",
             (
                 Choice("", words_of(Compiled)),
                 Boolean("true: block"),
             ),
             read=_parse_compile,
+            search_remedy="`ptrain predict` derives compiled blocks.",
         ),
     ] = Compiled.NONE
 
@@ -391,8 +382,8 @@ class Keys:
             high=2**40,
             example="25 MiB",
             key="bucket",
-            read=_parse_bucket,
-            write=_dump_bucket,
+            read=lambda written: _BUCKETS.get(written, 0) if isinstance(written, str) else written,
+            write=lambda size: {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size),
             dial=Dial(free="size", other="per-tensor"),
         ),
     ] = STOCK_BUCKET_BYTES

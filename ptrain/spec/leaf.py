@@ -2,7 +2,7 @@
 JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Integer("…", 1, 10**9)]`. `ptrain.spec.check` calls
-its `parse`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `dump`, so that all three
+its `parse`, `ptrain.spec.check` its `schema` and `ptrain.spec.write` its `dump`, so that all three
 agree. A failed check raises `RejectedValue` with a finding and a remedy; for numbers the finding
 contains the range.
 """
@@ -109,6 +109,7 @@ class Leaf:
         key: The name in files, if it differs from the field's.
         accepts_null: Null is accepted unchanged, and so are `words` (`auto`).
         file: The user's file that may replace the value.
+        search_remedy: The remedy of commands that search specs and support the default only.
     """
 
     description: str = field(kw_only=False)
@@ -123,6 +124,7 @@ class Leaf:
     accepts_null: bool = False
     words: Collection[str] = ()
     file: UserFile | None = None
+    search_remedy: str = ""
     shows_lists: ClassVar[bool] = False  # True if messages show the contents of a rejected list
 
     def parse(self, value: object) -> object:

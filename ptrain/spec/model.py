@@ -1,4 +1,6 @@
-"""The model of a spec: a built-in shape, a Transformers class or the user's function."""
+"""The model of a spec: a built-in shape, a Transformers class or the user's function; and the
+functions that a spec names: `{target: package.module:function, arguments: …}`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,8 +18,57 @@ from ptrain.spec.block import (
     Positions,
     with_options,
 )
-from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Either, FreeMapping, Integer, Text
+from ptrain.spec.leaf import Choice, Either, FreeMapping, Integer, Text, grammar_dataclass
+
+PATH = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+FORM = "package.module:function"
+ARGUMENTS = FreeMapping("Keyword arguments of `target`.")
+FOLDER = Text(
+    "Folder in which `target` is searched after the installed packages. Default: the folder of "
+    "the spec.",
+    r"[^\x00-\x1f]{1,300}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserFunction:
+    """A function that a section of the spec names, with its keyword arguments.
+
+    It is imported from the installed packages, or else from `folder`. The folder does not take part
+    in comparisons, so that the same function in a moved file is equal.
+    """
+
+    section: str
+    target: str
+    arguments: dict[str, object] = field(default_factory=dict)
+    folder: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def target_key(self) -> str:
+        """The dotted key that names the function."""
+        return f"{self.section}.target"
+
+    def __hash__(self) -> int:
+        """Hash the compared fields; arguments by their repr, because they may be unhashable."""
+        return hash((self.section, self.target, repr(self.arguments)))
+
+
+@grammar_dataclass
+class StepRaw:
+    """User-defined function that runs a micro-batch through the model."""
+
+    target: Annotated[
+        str,
+        Text(
+            "Function (model, batch) that returns the mean loss of a micro-batch; runs only "
+            "with --allow-import.",
+            PATH,
+            FORM,
+        ),
+    ]
+    arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
+    folder: Annotated[str | None, FOLDER] = None
+
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -110,9 +161,11 @@ class ModelShape(BlockOptions):
     @property
     def head_dim(self) -> int:
         """Features of a head's query, and of its key."""
-        if self.is_latent:
-            return self.qk_rope_head_dim + self.qk_nope_head_dim
-        return self.own_head_dim or self.hidden // self.heads
+        return (
+            self.qk_rope_head_dim + self.qk_nope_head_dim
+            if self.is_latent
+            else self.own_head_dim or self.hidden // self.heads
+        )
 
     @property
     def is_latent(self) -> bool:

@@ -329,10 +329,6 @@ _SPLITS = Choice(
 )
 
 
-def _parse_schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
-    return ScheduleName(written) if isinstance(written, str) else parse_rows(written)
-
-
 def _to_file_syntax(schedule: ScheduleName | ListedSchedule) -> object:
     """Return the name of a schedule, or the rows of a list."""
     return schedule.to_lines() if isinstance(schedule, ListedSchedule) else schedule.value
@@ -348,7 +344,9 @@ class PipelineSpec:
             "Order in which a rank runs its micro-batches, or a CSV file with your schedule.",
             {name.value: name.meaning for name in ScheduleName},
             slips={word: name.value for name in ScheduleName for word in name.words},
-            read=_parse_schedule,
+            read=lambda written: (
+                ScheduleName(written) if isinstance(written, str) else parse_rows(written)
+            ),
             file=FILE,
             write=_to_file_syntax,
         ),

@@ -143,7 +143,10 @@ LAYOUTS = {
 class Precision:
     """A layout, optionally with every dtype replaced by float64 for equality tests. `compute_fp64`
     keeps the layout's structure: its master copies and casts. `matmul` keeps fp8 factors, whose
-    products are then summed in float64."""
+    products are then summed in float64.
+
+    A key of `PrecisionRaw` whose field here has the same name is resolved and written unchanged.
+    """
 
     layout: Layout = FP32
     compute_fp64: bool = False
@@ -292,5 +295,6 @@ class PrecisionRaw:
                 "rowwise": "fp8-rowwise",
             },
             read=Matmul,
+            search_remedy="`ptrain predict` derives fp8 products.",
         ),
     ] = Matmul.NONE

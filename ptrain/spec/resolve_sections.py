@@ -15,8 +15,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.activations import LossRaw
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
-from ptrain.spec.cluster import Cluster
-from ptrain.spec.function import StepRaw, UserFunction
+from ptrain.spec.cluster import Cluster, Rates, find_incomplete_tables
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.misfits import find_ineffective_options, find_misfits
@@ -30,6 +29,8 @@ from ptrain.spec.model import (
     ModelRaw,
     ModelShape,
     ModelSpec,
+    StepRaw,
+    UserFunction,
 )
 from ptrain.spec.names import (
     explain_invalid_preset,
@@ -41,7 +42,6 @@ from ptrain.spec.names import (
 )
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom_layout
-from ptrain.spec.rates import Rates, find_incomplete_tables
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import LossSpec
 from ptrain.spec.text import Findings, Tree, read
@@ -194,7 +194,11 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
         report.add(
             "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
         )
-    if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
+    if (
+        raw.hf is not None
+        or isinstance(raw.config, str)
+        or (isinstance(raw.config, dict) and raw.config.get(ARCHITECTURES))
+    ):
         _refuse_shape(
             raw,
             ("hf", "config"),
@@ -265,11 +269,6 @@ def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape for keys of the section `model`; None if they are invalid or incomplete."""
     values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
     return None if faults or _missing_keys(values) else _make_shape(values)
-
-
-def _names_class(config: object) -> bool:
-    """Return True if the config names its model class."""
-    return isinstance(config, dict) and bool(config.get(ARCHITECTURES))
 
 
 def _hugging_face_model(
@@ -422,7 +421,8 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
         has_master=raw.master is None or isinstance(raw.master, DType),
         moments=raw.moments,
     )
-    return Precision(layout=layout, compute_fp64=raw.compute is not None, matmul=raw.matmul)
+    said: dict[str, Any] = {spot.name: getattr(raw, spot.name, None) for spot in fields(Precision)}
+    return Precision(**{**said, "layout": layout, "compute_fp64": raw.compute is not None})
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
@@ -559,9 +559,11 @@ def resolve_folder(written: str | None, report: Findings) -> str | None:
     """Return a folder as an absolute path without symlinks, relative to the spec's folder; None if
     none is written and the spec is not a user's file."""
     home = home_of(report.tree)
-    if home is None and written is None:
-        return None
-    return os.path.realpath((home or Path()) / (written or ""))
+    return (
+        None
+        if home is None and written is None
+        else os.path.realpath((home or Path()) / (written or ""))
+    )
 
 
 def resolve_attention(text: str | None) -> Attention | None:
@@ -593,6 +595,8 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) ->
         )
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false contradicts kind fused", _ONE)
-    if not is_cut:
-        return LossSpec()
-    return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
+    return (
+        LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
+        if is_cut
+        else LossSpec()
+    )

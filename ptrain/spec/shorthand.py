@@ -143,17 +143,12 @@ def _expand_placement(root: Mapping, name: str, findings: Findings) -> None:
         for section in POLICIES:
             written = root.setdefault(section, {})
             if isinstance(written, dict) and not (
-                section == "recompute" and _selects_recompute(written)
+                section == "recompute"
+                and any(key in written for key in ("policy", "keep", "budget"))
             ):
                 root[section] = written = {**policy_of(named, section), **written}
             if written == {}:
                 del root[section]
-
-
-def _selects_recompute(recompute: Mapping) -> bool:
-    """Return True if the section already selects what is recomputed, so that the strategy's policy
-    does not apply."""
-    return any(key in recompute for key in ("policy", "keep", "budget"))
 
 
 def _explain_missing_axis(text: str, root: Mapping) -> tuple[str, str] | None:

@@ -1,23 +1,32 @@
 """The resolved spec, which every other part of ptrain reads (`spec.load` makes it), and its ranks:
 row-major over the mesh, the outermost axis first, as DeviceMesh.
+
+Also the checks of a spec's needs at run time: optional packages, writable folders, and permission
+to import the user's code.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, Self
 
-from ptrain.cost import State
+from ptrain.cost import PLACED, State
+from ptrain.errors import SpecError, refused
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.function import UserFunction
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys
-from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
+from ptrain.spec.leaf import Leaf, iter_keys
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec, UserFunction
 from ptrain.spec.placement import (
     EXPERT_AXES,
     REDUCED_AXES,
@@ -377,3 +386,82 @@ def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:
         The product of the axes' degrees.
     """
     return math.prod(spec.degree(axis) for axis in axes)
+
+
+def require_leave(spec: Spec, *, allow_import: bool) -> None:
+    """Before a function of the user's is imported."""
+    for function in spec.user_functions:
+        require_leave_of(function, allow_import=allow_import)
+
+
+def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
+    """Before this one is."""
+    if not allow_import:
+        raise refused(
+            function.target_key,
+            f"the code of {function.target} is not imported",
+            "Add `--allow-import`; in Python, pass `allow_import=True`.",
+        )
+
+
+def require_searchable(spec: Spec, command: str) -> None:
+    """Check that the search of a command supports the spec's values (`Leaf.search_remedy`).
+
+    Raises:
+        SpecError: A key has a value other than its default, which is the only one supported.
+    """
+    for route, spot, holds in iter_keys(SpecRaw):
+        place = ".".join(route)
+        if not isinstance(holds, Leaf) or not holds.search_remedy:
+            continue
+        if (value := attrgetter(place)(spec)) != spot.default:
+            finding = f"not supported yet: ptrain {command} with {place}={value}"
+            raise refused(place, finding, f"Use `{place}={spot.default}`; {holds.search_remedy}")
+
+
+def require_transformers(model: ModelSpec) -> None:
+    """Before anything is built or started of a class of transformers."""
+    if isinstance(model, HuggingFaceModel) and find_spec("transformers") is None:
+        raise refused(
+            "model.hf",
+            f"{model.hf} is a class of Transformers, which is not installed",
+            "Run `pip install 'transformers>=4.56,<6'`.",
+        )
+
+
+def require_file_tier(spec: Spec) -> None:
+    """Raises SpecError where a state goes to files and no file can be made in their folder."""
+    tiers = {factor.placement[state].tier for factor in spec.factors for state in PLACED}
+    if Tier.FILE not in tiers | spec.activations.tiers:
+        return
+    try:
+        tempfile.TemporaryFile(prefix="ptrain-", dir=spec.offload.path).close()
+    except OSError as error:
+        raise unusable_folder_error(spec.offload.path, error) from error
+
+
+def unusable_folder_error(path: str | None, error: OSError | RuntimeError) -> SpecError:
+    """Return the SpecError for a folder that cannot be used.
+
+    A folder that exists but accepts no files (such as /proc) reports ENOENT, so the path is checked
+    first.
+
+    Args:
+        path: The folder; None for the system's temporary folder.
+        error: The operating system's error.
+    """
+    folder = path or tempfile.gettempdir()
+    reason = getattr(error, "strerror", None) or str(error)
+    if not os.path.lexists(folder):
+        finding = "no such folder"
+    elif not os.path.isdir(folder):
+        finding = "is not a folder"
+    elif isinstance(error, FileNotFoundError):
+        finding = "is not writable"
+    else:
+        finding = f"is not writable: {reason}"
+    return refused(
+        "offload.path",
+        f"{folder}: {finding}",
+        "Use an existing, writable folder with enough space for the file tier.",
+    )

@@ -12,7 +12,6 @@ from ptrain.cost import PLACED
 from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
-from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.model import (
@@ -22,6 +21,7 @@ from ptrain.spec.model import (
     HuggingFaceModel,
     ModelShape,
     ModelSpec,
+    UserFunction,
 )
 from ptrain.spec.names import list_files
 from ptrain.spec.pipeline import PipelineSpec
@@ -35,7 +35,7 @@ from ptrain.spec.placement import (
     Mode,
     Tier,
 )
-from ptrain.spec.precision import CUSTOM, LAYOUTS, Matmul, Precision
+from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision, PrecisionRaw
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 
 _NAMED = {policy: name for name, policy in NAMED_POLICIES.items()}
@@ -176,16 +176,18 @@ def _tuples_value(factor: Factor) -> dict[str, object]:
     return {"experts": {str(state): str(OF_EXPERTS[state]) for state in PLACED}, "rest": modes}
 
 
-def section_mapping(values: object, *, is_sparse: bool = False) -> dict[str, object]:
+def section_mapping(
+    values: object, kind: type | None = None, *, is_sparse: bool = False
+) -> dict[str, object]:
     """Return a section as a mapping that loads to an equal section.
 
     Keys that are not supported yet are left out, and so is None if leaving out the key means None.
-    A sparse section also leaves out keys at their default.
+    A sparse section also leaves out keys at their default. `kind` declares the keys; by default,
+    the class of `values` does.
     """
-    kind: type = type(values)
     said: dict[str, object] = {}
-    for key, (spot, holds) in section_keys(kind).items():
-        value = getattr(values, spot.name)
+    for key, (spot, holds) in section_keys(kind or type(values)).items():
+        value = getattr(values, spot.name, spot.default)
         is_unsaid = value is None and (spot.default is None or not holds.accepts_null)
         if holds.supported is None and not is_unsaid and not (is_sparse and value == spot.default):
             said[key] = _file_value(holds, value)
@@ -193,32 +195,30 @@ def section_mapping(values: object, *, is_sparse: bool = False) -> dict[str, obj
 
 
 def _file_value(holds: Leaf | Section, value: object) -> object:
-    if isinstance(holds, Leaf):
-        return holds.dump(value)
-    return section_mapping(value, is_sparse=holds.is_sparse)
+    return (
+        holds.dump(value)
+        if isinstance(holds, Leaf)
+        else section_mapping(value, is_sparse=holds.is_sparse)
+    )
 
 
 def _precision_section(precision: Precision) -> dict[str, object]:
     """Return the precision section. A custom layout is written as all its dtypes, based on a named
     layout with the same `keeps_both`."""
     layout = precision.layout
-    compute = {"compute": "fp64"} if precision.compute_fp64 else {}
-    if precision.matmul is not Matmul.NONE:
-        compute["matmul"] = precision.matmul.value
-    if layout.name != CUSTOM:
-        return {"layout": layout.name, **compute}
-    # `keeps_both` has no key of its own: only the named layout on which the dtypes are based sets
-    # it.
-    base = next(known for known in LAYOUTS.values() if known.keeps_both is layout.keeps_both)
-    return {
-        "layout": base.name,
-        "parameters": layout.parameters.value,
-        "reduced": layout.reduced.value,
-        "gradients": layout.gradients.value,
-        "master": layout.master.value if layout.master else "none",
-        "moments": layout.moments.value,
-        **compute,
-    }
+    said = {**section_mapping(precision, PrecisionRaw, is_sparse=True), "layout": layout.name}
+    if layout.name == CUSTOM:
+        # `keeps_both` has no key of its own: only the named layout on which the dtypes are based
+        # sets it.
+        said |= {
+            "layout": next(k.name for k in LAYOUTS.values() if k.keeps_both is layout.keeps_both),
+            "parameters": layout.parameters.value,
+            "reduced": layout.reduced.value,
+            "gradients": layout.gradients.value,
+            "master": layout.master.value if layout.master else "none",
+            "moments": layout.moments.value,
+        }
+    return {**said, **({"compute": "fp64"} if precision.compute_fp64 else {})}
 
 
 def _needs_offload(spec: Spec) -> bool:

@@ -15,9 +15,8 @@ from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, ScheduleName
-from ptrain.spec.placement import SAMPLE_AXES, Axis
+from ptrain.spec.placement import SAMPLE_AXES, Axis, Fusions, Role, Roles
 from ptrain.spec.precision import Layout, Matmul
-from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Loads
 from ptrain.steps.wraps import (
@@ -296,7 +295,11 @@ class Quantize(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(PlanStep):
     """torch.compile of the forward pass of each of `blocks` (module names), recomputation included.
-    Hooks of later wraps stay outside the compiled program."""
+    Hooks of later wraps stay outside the compiled program.
+
+    Of a block with experts only the attention is compiled, and next to a ring of cp only the
+    feed-forward layer.
+    """
 
     blocks: tuple[str, ...]
 
@@ -314,8 +317,23 @@ class ChunkedLoss(PlanStep):
     padding: int = 0
 
 
-def chunked_loss(spec: Spec) -> ChunkedLoss | None:
-    """Return the step of a chunked loss, or None if all logits are computed at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledLoss(PlanStep):
+    """torch.compile of the logits and the cross entropy of all tokens, as one program.
+
+    The last `padding` logits belong to no token.
+    """
+
+    padding: int = 0
+
+
+LossStep = ChunkedLoss | CompiledLoss
+
+
+def loss_in_head(spec: Spec) -> LossStep | None:
+    """Return the step that computes the loss in the head, or None if the model returns logits."""
+    if spec.compile.has_loss:
+        return CompiledLoss(padding=spec.vocab_padding)
     if spec.loss.chunk is None:
         return None
     return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused, padding=spec.vocab_padding)
@@ -380,9 +398,7 @@ class Update(PlanStep):
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
 OfBlocks = Quantize | Keep | Compile
-Step = (
-    CreateMesh | Cut | OfBlocks | Wrap | ChunkedLoss | Accumulate | Clip | Update | BalanceExperts
-)
+Step = CreateMesh | Cut | OfBlocks | Wrap | LossStep | Accumulate | Clip | Update | BalanceExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -419,7 +435,7 @@ class Plan(PlanAxes, Worded):
     quantize: Quantize | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     compiled: Compile | None = field(init=False, compare=False)
-    loss: ChunkedLoss | None = field(init=False, compare=False)
+    loss: LossStep | None = field(init=False, compare=False)
     balance: BalanceExperts | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -429,6 +445,11 @@ class Plan(PlanAxes, Worded):
         for name in _NAMES.values():
             # Attributes, because predictions read single steps many thousand times in a search.
             object.__setattr__(self, name, by_name.get(name))
+
+    @property
+    def has_programs(self) -> bool:
+        """True if torch.compile compiles a part of the model."""
+        return self.compiled is not None or isinstance(self.loss, CompiledLoss)
 
     @property
     def is_clipped_apart(self) -> bool:
@@ -471,7 +492,7 @@ _NAMES: dict[type[PlanStep], str] = {
     Keep: "keep",
     Compile: "compiled",
     **dict.fromkeys((LocalGradients, Replicate, FullyShard, FlatUnits), "wrap"),
-    ChunkedLoss: "loss",
+    **dict.fromkeys((ChunkedLoss, CompiledLoss), "loss"),
     Accumulate: "accumulate",
     Clip: "clip",
     Update: "update",

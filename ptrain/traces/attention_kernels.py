@@ -31,6 +31,7 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.runtime import simulated_gpu
 from ptrain.runtime.world import fake_tensors
+from ptrain.spec.dials import Compiled
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.traces.settings import Make
@@ -38,8 +39,9 @@ from ptrain.traces.settings import Make
 
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
     """Return a context in which a CPU allocates as the spec's devices do, if the table has their
-    kernels."""
-    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_ArchivedAttention(capability(spec)))
+    kernels. Compiled blocks keep the CPU's, because the kernels' mode would run them eagerly."""
+    is_replaced = spec.is_for_cuda and spec.compile is Compiled.NONE
+    return kernels_of(is_for_cuda=is_replaced, keeping=_ArchivedAttention(capability(spec)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import apply_modes_for_trace
 from ptrain.codec import encode
-from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
+from ptrain.derivation.estimate import facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.compiled import lacks_compiler
@@ -54,19 +54,18 @@ from ptrain.models.initialize import (
     with_model,
 )
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.ledger import watch_modules
 from ptrain.models.moe import route_rows
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
-from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.runtime.world import fake_tensors
 from ptrain.spec.dials import Compiled
-from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import CUTTING_AXES, Axis
-from ptrain.spec.spec import Spec
-from ptrain.steps.step import chunked_loss
+from ptrain.spec.spec import Spec, require_leave
+from ptrain.steps.step import loss_in_head
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
@@ -150,9 +149,11 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     """Return the facts at each number of selected elements at which the model is traced."""
-    if not facts.others:
-        return [(facts, Extent.GIVEN)]
-    return list(zip((facts, *facts.others), BOUNDS, strict=True))
+    return (
+        list(zip((facts, *facts.others), BOUNDS, strict=True))
+        if facts.others
+        else [(facts, Extent.GIVEN)]
+    )
 
 
 def _with_trace(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
@@ -233,6 +234,9 @@ Around = Callable[[], AbstractContextManager[None]]
 Progress = Callable[[str], None]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and its code fails on fake tensors:"
+_PROGRAMS_OF_GPUS = (
+    "compiled programs of GPUs are not predicted; name a cluster or `device=cuda` for an estimate"
+)
 _NO_COMPILER = "a program of torch.compile needs a C++ compiler, such as g++, and there is none"
 _READS = (
     "it is too large to be traced on real tensors, and its code reads values, which "
@@ -333,8 +337,8 @@ def why_not_compiled(spec: Spec) -> str:
     or if nothing is compiled."""
     if spec.compile is Compiled.NONE:
         return ""
-    if spec.may_be_on_cuda and torch.cuda.is_available():
-        return PROGRAMS_OF_GPUS
+    if spec.may_be_on_cuda and not spec.is_for_cuda and torch.cuda.is_available():
+        return _PROGRAMS_OF_GPUS
     if lacks_compiler():
         return _NO_COMPILER
     return not_traceable(spec, spec.model) if isinstance(spec.model, ModelShape) else ""
@@ -359,9 +363,7 @@ def _read_own(
     if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
     facts = _read_fake(reader, fake, untraced)
-    if facts.untraced and fake.may_be_real:
-        return _read_real(reader, progress, fake)
-    return facts
+    return _read_real(reader, progress, fake) if facts.untraced and fake.may_be_real else facts
 
 
 def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = None) -> ModelFacts:
@@ -520,9 +522,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             run = partial(record, model, units, lambda: loss(samples) / samples.rows)
             return TracedLayers(run(*samples.tensors, extent=extent), ran, units)
 
-        if (
-            is_whole and plan.compiled is not None
-        ):  # compiled in the first run, which allocates more
+        if is_whole and plan.has_programs:  # compiled in the first run, which allocates more
             run_unrecorded(model, units, lambda: loss(samples) / samples.rows)
         before = torch.get_rng_state()
         with stops_of(model) as stops:
@@ -564,8 +564,8 @@ class _UserLoss(_Loss):
         return loss_of(self.model, samples, objective_of(self.spec), self.spec)
 
 
-class _ChunkedLoss(_Loss):
-    """The loss of a micro-batch that the head computes in chunks."""
+class _LossInHead(_Loss):
+    """The loss of a micro-batch that the head computes."""
 
     def __init__(self, model: nn.Module, spec: Spec, inside: LossInHead) -> None:
         super().__init__(model, spec)
@@ -583,11 +583,11 @@ class _ChunkedLoss(_Loss):
 
 @contextmanager
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    if (step := chunked_loss(spec)) is None:
+    if (step := loss_in_head(spec)) is None:
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInHead(step), head_of(model, spec)
-    loss = _ChunkedLoss(model, spec, inside)
+    loss = _LossInHead(model, spec, inside)
     if isinstance(module := model.get_submodule(head), nn.Linear):
         loss.vocabulary = module.out_features
     inside.attach(model, head)

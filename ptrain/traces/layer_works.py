@@ -18,7 +18,7 @@ from ptrain.facts.model import (
 )
 from ptrain.models.trace import Event, GradientComplete, Recording
 from ptrain.models.work import OperatorSizes, RecordedCollective
-from ptrain.spec.rates import OperatorKind
+from ptrain.spec.cluster import OperatorKind
 from ptrain.timeline import Boundary, Mark
 
 Computed = list[OperatorSizes | RecordedCollective]  # in the order of execution

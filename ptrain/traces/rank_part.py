@@ -32,6 +32,7 @@ from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.derivation.layers import (
     BlockKind,
     Places,
+    Turns,
     block_kinds,
     instantiate,
     places_of,
@@ -47,10 +48,17 @@ from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collec
 from ptrain.models.units import ROOT
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
-from ptrain.spec.role import Roles
+from ptrain.spec.placement import Roles, Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize, Quantize
+from ptrain.steps.step import (
+    Compile,
+    CompiledLoss,
+    ContextParallel,
+    Keep,
+    LossStep,
+    Parallelize,
+    Quantize,
+)
 from ptrain.timeline import Boundary, Complete, Item, Mark, Timeline
 from ptrain.traces.layer_works import work_of
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
@@ -72,37 +80,44 @@ class EqualLayers:
     """Layers, first to last, with the kind of each.
 
     Of consecutive layers of a kind, the first and the last run, and the second, which represents
-    all between them. The third runs too, to check that it equals the second.
+    all between them. The third runs too, to check that it equals the second. If layers depend on
+    their neighbours (`runs_all`), all of them run.
     """
 
     layers: Names
     kinds: tuple[Hashable, ...]
+    runs_all: bool = False
 
     @classmethod
-    def from_spec(cls, spec: Spec, layers: Names) -> EqualLayers:
+    def from_spec(cls, spec: Spec, layers: Names, *, in_halves: bool = False) -> EqualLayers:
         """Return these layers of a spec's model.
 
-        Each layer is a separate kind if layers may differ, if activations are offloaded, or if
-        backward passes run in halves. Copies and halves depend on the neighbouring layers.
+        Each layer is a separate kind if layers may differ. Copies of offloaded activations, and
+        backward passes in halves, depend on the neighbouring layers.
         """
         kinds = block_kinds(spec, layers)
-        is_alone = kinds is None or spec.pipeline.is_in_halves
-        if is_alone or any(kind.kept.tier is not Tier.DEVICE for kind in kinds or ()):
+        if kinds is None:
             return cls(layers, layers)
-        return cls(layers, kinds or ())
+        is_copied = any(kind.kept.tier is not Tier.DEVICE for kind in kinds)
+        return cls(layers, kinds, runs_all=in_halves or is_copied)
 
     @property
     def rows(self) -> tuple[tuple[Hashable, int], ...]:
         """The kind and the number of running layers of each row of equal layers. Layers with equal
         rows run the same operators, whatever their names are."""
-        return tuple((kind, min(len([*row]), _MOST)) for kind, row in groupby(self.kinds))
+        most = len(self.layers) if self.runs_all else _MOST
+        return tuple((kind, min(len([*row]), most)) for kind, row in groupby(self.kinds))
+
+    @property
+    def _places(self) -> Turns:
+        return played_places(self.kinds, len(self.kinds) if self.runs_all else 1)
 
     @property
     def run_layers(self) -> Names:
         """The layers that run."""
         return tuple(
             name
-            for place, times in played_places(self.kinds, 1)
+            for place, times in self._places
             for name in self.layers[place : place + min(times, 2)]
         )
 
@@ -132,7 +147,7 @@ class EqualLayers:
             parts: The parts of the layers that ran, in order.
         """
         left, of_all = iter(parts), list[X]()
-        for _, times in played_places(self.kinds, 1):
+        for _, times in self._places:
             part = next(left)
             assert times == 1 or part == next(left), "equal layers run different operators"
             of_all += [part] * times
@@ -251,6 +266,8 @@ class TracedLayers:
         """
         if layers.layers == self.layers.run_layers:
             return own
+        if layers.runs_all:
+            return self._renamed(own, layers)
         enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
         again = _sent_again(self.recording, self._boundaries(begin))
         return type(own)(
@@ -259,6 +276,20 @@ class TracedLayers:
             moved=own.moved,
             repeated=tuple(chain(*self._all(again, begin, layers))),
         )
+
+    def _renamed(self, own: T, layers: EqualLayers) -> T:
+        """Return a timeline with the names of other layers, all of which run."""
+        names = dict(zip(self.layers.layers, layers.layers, strict=True))
+
+        def renamed(item: Any) -> Any:
+            layer = next((name for name in names if is_within(item.parameter, (name,))), "")
+            return item._replace(parameter=names.get(layer, "") + item.parameter[len(layer) :])
+
+        forward, backward = (
+            tuple(renamed(item) if isinstance(item, Complete) else item for item in items)
+            for items in (own.forward, own.backward)
+        )
+        return own._replace(forward=forward, backward=backward)
 
     def _items(
         self, items: Sequence[Any], mark: Mark, layers: EqualLayers, places: Places
@@ -395,7 +426,7 @@ class RankPart:
     keep: Keep | None = None
     compiled: Compile | None = None
     quantize: Quantize | None = None
-    loss: ChunkedLoss | None = None
+    loss: LossStep | None = None
     head: str = ROOT
     spec: Spec | None = None  # whose samples and loss they are, where these are not ours
     has_learnt: bool = False  # torch, on a part with the same operators
@@ -509,7 +540,8 @@ class RankPart:
         DTensor computes an operator's sharding on tensors when it first runs, which would be
         recorded. `learn` runs the same operators on few layers, within `few`.
         """
-        if (self.mesh or self.experts or self.compiled) and not self.has_learnt:
+        has_program = self.compiled or isinstance(self.loss, CompiledLoss)
+        if (self.mesh or self.experts or has_program) and not self.has_learnt:
             with few():
                 learn()
         return run()

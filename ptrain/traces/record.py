@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_map
 from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
-from ptrain.models.ledger import Ledger, local_tensor, storage_of, tensors_of, tier_of
+from ptrain.internals.compiled import ProgramKernel, is_buffer, seen_kernels
+from ptrain.models.ledger import (
+    Ledger,
+    is_recomputing,
+    local_tensor,
+    storage_of,
+    tensors_of,
+    tier_of,
+    watch_modules,
+)
 from ptrain.models.objective import SampleBatch
 from ptrain.models.parting import has_gradient, when_left
 from ptrain.models.trace import (
@@ -35,7 +44,6 @@ from ptrain.models.trace import (
     StorageFreed,
     Works,
 )
-from ptrain.models.watch import is_recomputing, watch_modules
 from ptrain.models.work import (
     VIEW,
     OperatorWork,
@@ -44,6 +52,7 @@ from ptrain.models.work import (
     find_collective,
     is_opaque,
     is_wait,
+    kernel_sizes,
     sizes_of,
 )
 from ptrain.spec.placement import Tier
@@ -84,6 +93,7 @@ class Recorder(Ledger):
         self._hooks = ExitStack()
         watch = watch_modules(model.named_modules(), is_first=True)
         self._running = self._hooks.enter_context(watch)  # forward, outermost first
+        self._hooks.enter_context(seen_kernels(self._note_kernel))
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             self.watch(tensor)
         for tensor in (*model.parameters(), *inputs):
@@ -122,8 +132,31 @@ class Recorder(Ledger):
                 self._added[number] = name
         return name is not None
 
+    def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order operator of a program, and record the operator that it runs."""
+        result = super().run_higher_order(function, args, kwargs)
+        # run_and_save_rng_state takes (operator, *arguments) and returns the state and the result;
+        # run_with_rng_state takes (state, operator, *arguments) (torch/_prims/rng_prims.py, 2.13).
+        places = (n for n, given in enumerate(args) if isinstance(given, torch._ops.OpOverload))
+        if (place := next(places, None)) is None:
+            self._is_opaque = True
+        else:
+            own = result if place else result[1]
+            self._note_work(args[place], args[place + 1 :], kwargs, own)
+        return result
+
+    def _note_kernel(self, kernel: ProgramKernel | None) -> None:
+        """Record the computation of a fused kernel."""
+        if kernel is None:
+            self._is_opaque = True
+            return
+        place = len(self.events) - self._done()
+        self._works.append((place, OperatorWork(self._when(), kernel_sizes(kernel))))
+
     def _note_work(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record the computation or collective of an operator."""
+        if is_buffer():  # a program allocates without an operator
+            return
         if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
             return  # a copy between tiers, recorded as moved
         self._is_opaque |= is_opaque(function)

@@ -279,7 +279,7 @@ def stage_traces(
     cuts, hidden = StageCuts(stages=stages, chain=chain), message_bytes(spec, plan, chain)
 
     def trace(stage: Stage, units: Units) -> PartTraces:
-        layers = EqualLayers.from_spec(spec, stage.layers)
+        layers = EqualLayers.from_spec(spec, stage.layers, in_halves=spec.pipeline.is_in_halves)
         ran = running_units(units, stage.layers, layers.run_layers)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
         uneven = uneven_loads(spec, plan, layers)
@@ -303,7 +303,7 @@ def stage_traces(
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.stage_units(facts.unit_modules)
-            layers = EqualLayers.from_spec(spec, stage.layers)
+            layers = EqualLayers.from_spec(spec, stage.layers, in_halves=spec.pipeline.is_in_halves)
             # Only the ends of the model have other modules than layers, so that stages with equal
             # rows of layers between them run the same operators.
             kind = stage.index == 0, stage.index == len(stages) - 1, layers.rows
@@ -336,7 +336,7 @@ class PartTraces:
         own, halves = self.layers, self.layers.halves
         passes = passes_of(
             own.timeline(layers, units),
-            to_timeline(_of_halves(halves)) if halves else None,
+            own.of_all(to_timeline(_of_halves(halves)), layers, units) if halves else None,
             is_first=self.is_first,
             output=self._output,
             hidden=self.hidden,

@@ -454,8 +454,10 @@ def _segments(events: Coded) -> Segments:
 
 def tables() -> Iterator[tuple[str, Make]]:
     """Yield every table's name and the function that makes it."""
-    for setting in context_settings():
-        yield setting.name(TablePart.CONTEXT), partial(_of_process, setting)
+    yield from (
+        (setting.name(TablePart.CONTEXT), partial(_of_process, setting))
+        for setting in context_settings()
+    )
 
 
 def _of_process(setting: Setting) -> Table:

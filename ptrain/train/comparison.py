@@ -13,13 +13,13 @@ all figures that held and at least three that differ, as many as one kind of cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.data.form import data_factors
-from ptrain.cost import PLACED, Estimate, Footprint, Phase, State, Traffic
+from ptrain.cost import PLACED, Estimate, Footprint, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
@@ -244,9 +244,9 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     measured = _recount_masters(seen, predicted)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
-    if comparison.holds:
-        return comparison
-    return _add_cause(comparison, seen, spec, facts, measurement)
+    return (
+        comparison if comparison.holds else _add_cause(comparison, seen, spec, facts, measurement)
+    )
 
 
 def _recount_masters(measured: Estimate, predicted: Estimate) -> Estimate:
@@ -345,15 +345,10 @@ def name_groups_by_axes(estimate: Estimate, spec: Spec, measurement: Measurement
     """
     names = {ranks: axes for axes, ranks in ranks_over_axes(spec, measurement.rank).items()}
     renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
-    return _rename_groups(estimate, renamed)
-
-
-def _rename_groups(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
-    """Return the estimate with renamed groups."""
     return replace(
         estimate,
         traffic=tuple(
-            replace(row, key=replace(row.key, axes=names.get(row.key.axes, row.key.axes)))
+            replace(row, key=replace(row.key, axes=renamed.get(row.key.axes, row.key.axes)))
             for row in estimate.traffic
         ),
     )
@@ -366,17 +361,14 @@ def select_common_figures(estimate: Estimate) -> Estimate:
         memory=tuple(row for row in estimate.memory if row.state in _STATES),
         peak=(),
         operations=(),
-        traffic=tuple(row for row in estimate.traffic if _is_common_row(row)),
+        traffic=tuple(
+            row
+            for row in estimate.traffic
+            if row.key.phase is not Phase.SETUP
+            and row.key.state in PLACED
+            and row.payload_bytes > _SCALARS * row.calls
+        ),
         accounts=(),
         account_of=(),
         undefined={kind: why for kind, why in estimate.undefined.items() if kind == "traffic"},
-    )
-
-
-def _is_common_row(row: Traffic) -> bool:
-    """Return True if a program and another framework make the same calls of this kind."""
-    return (
-        row.key.phase is not Phase.SETUP
-        and row.key.state in PLACED
-        and row.payload_bytes > _SCALARS * row.calls
     )

@@ -34,9 +34,8 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
 from ptrain.train.failure import is_victim
-from ptrain.train.guard import rank_module
 from ptrain.train.heading import rank_stage_texts
-from ptrain.train.options import Options
+from ptrain.train.options import Options, rank_module
 
 BACKEND = "ptrain"
 # The first agent opens the store in this time. It is the default of read_timeout in

@@ -33,16 +33,21 @@ from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local_tensor
-from ptrain.models.watch import watch_modules
+from ptrain.models.ledger import local_tensor, watch_modules
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting
 from ptrain.runtime.queue import DeviceQueue, Milestone
-from ptrain.train.exchange import Exchange
-from ptrain.train.interrupt import Interrupts, strongest_signal
+from ptrain.train.exchange import (
+    DeviceSums,
+    Exchange,
+    HostStepCheck,
+    StepCheck,
+    StepFigures,
+    can_be_late,
+)
 from ptrain.train.journal import Journal, StepReport
-from ptrain.train.look import DeviceSums, HostStepCheck, StepCheck, StepFigures, can_be_late
+from ptrain.train.rank_start import Interrupts, strongest_signal
 from ptrain.units import grouped
 
 _REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
@@ -73,7 +78,7 @@ class NonFiniteTensor:
 class FiniteGuard:
     """The check of each step: no update is applied unless loss and gradients are finite.
 
-    If the host runs ahead of its device, the ranks agree on the device (`train.look`).
+    If the host runs ahead of its device, the ranks agree on the device (`train.exchange`).
     `read_figures` raises when the next step has been launched, whose update the device skips, too.
     By then the gradients are freed. To name the tensor, the step is recomputed from its parameters,
     which have not changed.

@@ -33,8 +33,8 @@ from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
 from ptrain.report.screen import print_screen
 from ptrain.spec.spec import Spec
+from ptrain.train.exchange import StepFigures
 from ptrain.train.folder import RunFolder, write_text
-from ptrain.train.look import StepFigures
 from ptrain.train.options import Options
 from ptrain.train.tracker import (
     MLflow,

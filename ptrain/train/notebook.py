@@ -29,7 +29,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
-from ptrain.train.host_memory import require_ranks_fit_host
+from ptrain.train.heading import require_ranks_fit_host
 
 _ERRORS = {error.exit_code: error for error in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)

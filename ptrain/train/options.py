@@ -2,6 +2,10 @@
 
 The spec defines the training; these options define the behavior of the command. This module imports
 no torch.
+
+`Guard` is the interface by which verification watches the steps of a training and may stop it.
+`verify_every: n` compares steps with a single-device reference. Training code imports no
+verification: a separate module starts such a training and passes the guard.
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from ptrain.commands import add_arguments
 from ptrain.errors import refused
@@ -172,3 +178,47 @@ def require_profiled_steps(spec: Spec) -> None:
             f"there is no step {beyond[0]}",
             f"Use steps from 1 to {steps}, or raise `train.steps`.",
         )
+
+
+if TYPE_CHECKING:
+    from ptrain.interpreter.program import Program
+    from ptrain.train.exchange import Exchange
+
+PLAIN, GUARDED = "ptrain.train", "ptrain.verification.guarded"
+
+
+class StepGuard:
+    """A guard of the steps of a training, on every rank. This base class checks nothing."""
+
+    def __init__(self, *_: object) -> None:
+        """Accept the arguments of `MakeGuard`."""
+
+    def step_context(
+        self, step: int, watch: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """Return the context of a step (from 0), which contains the context `watch`."""
+        return watch
+
+    def check_step(self, step: int, loss: float, norm: float | None) -> None:
+        """Check a finished step.
+
+        Args:
+            step: The step, from 0.
+            loss: The global loss.
+            norm: The gradient norm before clipping. None: not computed.
+
+        Raises:
+            TrainingStopped: The check failed. Raised on all ranks.
+        """
+
+
+# Args: the program, its exchange, a predicate of the measured steps (from 0), and a function that
+# returns the command that continues the run.
+MakeGuard: TypeAlias = (
+    "Callable[[Program, Exchange, Callable[[int], bool], Callable[[], str]], StepGuard]"
+)
+
+
+def rank_module(spec: Spec) -> str:
+    """Return the module that runs a rank of a training of this spec."""
+    return GUARDED if spec.verify_every else PLAIN

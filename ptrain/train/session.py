@@ -44,7 +44,7 @@ from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
-from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train import checkpoint, environment, manifest, rank_start
 from ptrain.train.checkpoint import fingerprint_data, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
@@ -58,13 +58,11 @@ from ptrain.train.folder import (
     write_json,
     write_text,
 )
-from ptrain.train.guard import GUARDED, MakeGuard, StepGuard
 from ptrain.train.heading import announce_node, job_line, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers, set_up_logging
 from ptrain.train.loop import train
-from ptrain.train.options import Options, require_profiled_steps
-from ptrain.train.parts import Consistency, LoopInputs, Outcome
-from ptrain.train.probe import Probe
+from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
+from ptrain.train.parts import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.tracker import require_trackers, tracker_names
 
 
@@ -149,9 +147,11 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
     own = spec.precision
     dtype = own.effective_layout.parameters if own.matmul is Matmul.NONE else DType.FP8
-    if device.type != "cpu" or is_native(dtype):
-        return ""
-    return f"precision  {dtype} is emulated on this CPU and slow"
+    return (
+        ""
+        if device.type != "cpu" or is_native(dtype)
+        else f"precision  {dtype} is emulated on this CPU and slow"
+    )
 
 
 def is_native(dtype: DType) -> bool:
@@ -227,7 +227,7 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
             "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
     make_guard = guarded if spec.verify_every and guarded else StepGuard
-    with interrupt.record_signals() as interrupts, ExitStack() as stack:
+    with rank_start.record_signals() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         # Callbacks run in reverse order: the group of the exchange is destroyed before the default
         # group.
@@ -274,7 +274,9 @@ def _log_failure(
         LOG.debug("rank failed: %s", error, exc_info=error)
 
 
-def _run_training(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGuard) -> int:
+def _run_training(
+    session: Session, interrupts: rank_start.Interrupts, make_guard: MakeGuard
+) -> int:
     """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
@@ -522,7 +524,7 @@ def _conclude_run(
         LOG.info("no verdict: a run needs at least three steps" + _closing_line(session))
     if outcome.interrupt:
         _log_interrupted(session, outcome)
-        return interrupt.exit_code(outcome.interrupt)
+        return rank_start.exit_code(outcome.interrupt)
     if session.options.strict and checks and verdict_word(checks) != "holds":
         return VerdictFailed.exit_code
     return 0

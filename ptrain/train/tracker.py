@@ -215,7 +215,7 @@ class MLflow:
         active = mlflow.start_run(run_id=run.identity or None, run_name=run.name)
         if not run.identity:
             facts = [
-                (_valid_key(place), to_flow_yaml(value)[:_LONGEST])
+                (_INVALID_IN_KEY.sub("_", place), to_flow_yaml(value)[:_LONGEST])
                 for place, value in leaves(run.facts)
             ]
             for start in range(0, len(facts), _MOST_PARAMETERS):
@@ -230,8 +230,3 @@ class MLflow:
 
     def close(self, *, has_failed: bool) -> None:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
-
-
-def _valid_key(place: str) -> str:
-    """Return a name that MLflow accepts as a key."""
-    return _INVALID_IN_KEY.sub("_", place)

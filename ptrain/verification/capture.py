@@ -38,12 +38,11 @@ from ptrain.models.objective import SampleBatch, StepBatch
 from ptrain.optimizers.build import tensor_of
 from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import SAMPLE_AXES
-from ptrain.spec.role import Role, Roles, matches_pattern
+from ptrain.spec.placement import SAMPLE_AXES, Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
-from ptrain.train.schedule import learning_rate
+from ptrain.train.parts import learning_rate
 from ptrain.units import row_major
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import full_copy, local_cpu

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import local_tensor
-from ptrain.models.watch import add_listeners
+from ptrain.models.ledger import add_listeners, local_tensor
 from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
-from ptrain.train.schedule import learning_rate
+from ptrain.train.parts import learning_rate
 from ptrain.verification.capture import (
     LeafShard,
     TokenSelection,

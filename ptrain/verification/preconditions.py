@@ -35,8 +35,8 @@ from ptrain.meters.replicas import (
     generator_digest,
 )
 from ptrain.meters.traffic import CollectiveLedger
+from ptrain.models.ledger import add_listeners, watch_modules
 from ptrain.models.modes import drops_out, own_dropouts
-from ptrain.models.watch import add_listeners, watch_modules
 from ptrain.report.copies import (
     SHARED,
     explain_replica_mismatches,

@@ -35,9 +35,8 @@ from ptrain.report.screen import print_screen
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
-from ptrain.spec.extras import require_leave
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, require_leave
 from ptrain.train import environment
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json

@@ -27,8 +27,8 @@ from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.update import rule_of
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.model import ModelShape
-from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import (
     INITIAL_SCALE,
     SCALE_BACKOFF,
@@ -37,7 +37,7 @@ from ptrain.spec.precision import (
     Matmul,
 )
 from ptrain.spec.spec import Spec
-from ptrain.train.schedule import learning_rate
+from ptrain.train.parts import learning_rate
 
 
 class ReferenceOptimizer:

@@ -37,8 +37,8 @@ from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
+from ptrain.train.options import StepGuard
 from ptrain.verification.capture import full_gradients, leaf_shards, run_step_for_global_loss
 from ptrain.verification.compare import (
     LargestDifference,

@@ -19,12 +19,12 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from ptrain.spec.check import schema
+from ptrain.spec.cluster import Rates
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.names import list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, Axis
-from ptrain.spec.rates import Rates
-from ptrain.spec.schema import schema
 from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import to_flow_yaml
 

@@ -78,6 +78,12 @@ def run_steps(spec: Spec) -> Steps:
     return _run_program(spec, World.join(spec.timeout))
 
 
+def run_compiled(spec: Spec) -> Steps:
+    """Train a compiled spec on this rank of the pool."""
+    with torch._inductor.config.patch(compile_threads=1):
+        return run_steps(spec)
+
+
 def _run_program(spec: Spec, world: World) -> Steps:
     counters.clear()
     program = interpret(spec, world=world)

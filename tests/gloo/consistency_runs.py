@@ -24,8 +24,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import session
 from ptrain.train.exchange import Exchange
-from ptrain.train.guard import MakeGuard
-from ptrain.train.options import Options
+from ptrain.train.options import MakeGuard, Options
 from ptrain.verification.capture import run_training_step
 
 Fault = Callable[[Program, int], None]  # program, step: before that step's check

@@ -7,9 +7,9 @@ import pytest
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import pace_of
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.precision import LAYOUTS, DType
-from ptrain.spec.rates import Hook, OperatorKind
 from tests import jobs
 
 pytestmark = pytest.mark.gloo

@@ -1,5 +1,5 @@
-"""Compiled blocks on every kind of mesh have the gradients, programs and traffic of the eager step,
-and the predicted and simulated peaks."""
+"""Compiled blocks and losses on every kind of mesh: gradients and traffic equal the eager step's,
+nothing is compiled twice, and peaks are as predicted and simulated."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.report.record import compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.compiled_runs import run_pair
@@ -44,6 +45,9 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "tp, sharded tokens": ("tp-sp",),
     "tp, sharded tokens and norms of heads": ("tp-sp", "model.qk_norm=true"),
     "ulysses": ("cp-ulysses",),
+    "ring": ("cp-ring",),
+    "experts": ("ep",),
+    "experts of one rank": ("ddp", "model.experts=4", "model.aux_loss=0.01"),
     "recomputed": ("zero3", M),
     "recomputed in part": ("zero3", M, "recompute=selective"),
     "recomputed, pp": ("pp-1f1b", M),
@@ -53,15 +57,54 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "dropout": ("ddp", DROPOUT),
     "dropout, recomputed": ("zero3", DROPOUT, M),
 }
-BY_DEFAULT = ("tp, sharded tokens", "dropout, recomputed")
+# A vocabulary with which the peaks are in the loss.
+LOSS, ALL, WORDS = "compile=loss", "compile=all", "model.vocab=1024"
+ROWS_OF_LOSSES: Mapping[str, tuple[str, ...]] = {
+    "loss, ddp": ("ddp", LOSS, WORDS),
+    "loss, zero3": ("zero3", LOSS, WORDS),
+    "loss, pp": ("pp-1f1b", LOSS, WORDS),
+    "loss, tied": ("zero3", LOSS, WORDS, "model.tied=true"),
+    "loss, padded": ("zero1", LOSS, "model.vocab=1000", "model.vocab_multiple=64"),
+    "loss, capped": ("ddp", LOSS, WORDS, "model.logit_soft_cap=30"),
+    "loss, ring": ("cp-ring", LOSS, WORDS),
+    "loss, experts": ("ep", LOSS, "model.vocab=1024"),
+    "all, zero2": ("zero2", ALL, WORDS),
+    "all, tied and padded": (
+        "zero3", ALL, "model.vocab=1000", "model.vocab_multiple=64", "model.tied=true"
+    ),
+    "all, pp": ("pp-1f1b", ALL, WORDS),
+    "all, pp, tied": ("pp-1f1b", ALL, WORDS, "model.tied=true"),
+    "all, recomputed": ("zero3", ALL, WORDS, M),
+    "all, ulysses": ("cp-ulysses", ALL, WORDS),
+    "all, parameters off the device": ("fsdp-offload", ALL, WORDS),
+}  # fmt: skip
+BY_DEFAULT = ("tp, sharded tokens", "dropout, recomputed", "all, tied and padded")
+MEASURED_BY_DEFAULT = ("zero1", "all, tied and padded")
 needs_compiler = pytest.mark.skipif(
     which("g++") is None, reason="inductor compiles with a C++ compiler"
 )
 
 
-def compiled_spec(row: str, *more: str) -> Spec:
-    name, *overrides = ROWS[row]
-    return require_runnable(load(name, [*SMALL, *overrides, *more]))
+def specs_of(row: str) -> tuple[Spec, Spec]:
+    """Return the eager and the compiled spec of a row."""
+    name, *overrides = ROWS[row] if row in ROWS else ROWS_OF_LOSSES[row]
+    shape = SMALL if name != "ep" else [word for word in SMALL if "ffn" not in word]
+    words = [*shape, "compile=block", *overrides]
+    eager, compiled = load(name, [*words, "compile=none"]), load(name, words)
+    return require_runnable(eager), require_runnable(compiled)
+
+
+def programs_of(spec: Spec, rank: int) -> int:
+    """Return how many programs a rank compiles: one of blocks, one of the loss."""
+    has_loss = spec.degree(Axis.PP) == 1 or rank == spec.world_size - 1
+    return spec.compile.has_blocks + (spec.compile.has_loss and has_loss)
+
+
+def require_equal(predicted: Estimate, measured: Estimate) -> None:
+    """Require equal states, peaks and traffic, to the byte."""
+    checks = compare_estimates(predicted, measured)
+    assert {"memory", "peak", "traffic"} <= {check.name.split()[0] for check in checks}
+    assert not [check for check in checks if check.predicted != check.measured]
 
 
 def traffic(estimate: Estimate) -> dict[Any, tuple[int, int]]:
@@ -70,19 +113,21 @@ def traffic(estimate: Estimate) -> dict[Any, tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=() if row in BY_DEFAULT else pytest.mark.nightly) for row in ROWS],
+    [
+        pytest.param(row, marks=() if row in BY_DEFAULT else pytest.mark.nightly)
+        for row in (*ROWS, *ROWS_OF_LOSSES)
+    ],
 )
-def test_compiled_blocks_have_the_gradients_and_the_traffic_of_eager_ones(
+def test_compiled_steps_have_the_gradients_and_the_traffic_of_eager_ones(
     ranks: Ranks, row: str
 ) -> None:
-    compiled = compiled_spec(row, "compile=block")
-    pairs = ranks.run(
-        compiled.world_size, run_pair, compiled_spec(row), compiled, "aot_eager", timeout=600.0
-    )
-    for pair in pairs:
+    eager, compiled = specs_of(row)
+    pairs = ranks.run(compiled.world_size, run_pair, eager, compiled, "aot_eager", timeout=600.0)
+    for rank, pair in enumerate(pairs):
         assert pair.difference <= 1e-12 and pair.without_gradient == 0
         assert pair.compiled.losses == pytest.approx(pair.eager.losses, abs=1e-12)
-        assert pair.compiled.programs == (1, 1) and pair.compiled.breaks == 0
+        assert pair.compiled.programs == (programs_of(compiled, rank),) * 2
+        assert pair.compiled.breaks == 0
         assert traffic(pair.compiled.measured) == traffic(pair.eager.measured)
 
 
@@ -90,20 +135,17 @@ def test_compiled_blocks_have_the_gradients_and_the_traffic_of_eager_ones(
 @pytest.mark.timeout(900)  # longer than the ranks may take, whose answer would else be left unread
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=() if row == "zero1" else pytest.mark.nightly) for row in ROWS],
+    [
+        pytest.param(row, marks=() if row in MEASURED_BY_DEFAULT else pytest.mark.nightly)
+        for row in (*ROWS, *ROWS_OF_LOSSES)
+    ],
 )
-def test_compiled_blocks_are_predicted_and_simulated_to_the_byte(ranks: Ranks, row: str) -> None:
-    spec = compiled_spec(row, "compile=block")
+def test_compiled_steps_are_predicted_and_simulated_to_the_byte(ranks: Ranks, row: str) -> None:
+    eager, spec = specs_of(row)
     exact = derive(spec, facts_of(spec)).exact
     last = spec.world_size - 1
-    checks = compare_estimates(exact.of_rank(last), simulate(spec, last).estimate)
-    assert any(check.name.startswith("peak") for check in checks)
-    assert not [check for check in checks if check.predicted != check.measured]
-    pairs = ranks.run(
-        spec.world_size, run_pair, compiled_spec(row), spec, "inductor", timeout=600.0
-    )
+    require_equal(exact.of_rank(last), simulate(spec, last).estimate)
+    pairs = ranks.run(spec.world_size, run_pair, eager, spec, "inductor", timeout=600.0)
     for rank, pair in enumerate(pairs):
         assert pair.difference <= 1e-12
-        for row_of in pair.compiled.measured.peak:
-            (own,) = (p for p in exact.peak if (p.rank, p.phase) == (rank, row_of.phase))
-            assert own.device_bytes == row_of.device_bytes, f"{row_of.phase} of rank {rank}"
+        require_equal(exact.of_rank(rank), pair.compiled.measured)

@@ -4,12 +4,13 @@ gradients, losses and states are those of one device."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.cost import Estimate
+from ptrain.cost import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
@@ -19,9 +20,9 @@ from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import ReferenceTraining
-from tests.gloo.compiled_runs import Steps, run_pair, run_steps
+from tests.gloo.compiled_runs import Steps, run_compiled, run_pair, run_steps
 from tests.gloo.test_checkpoint import full_state, step
-from tests.gloo.test_compile import SMALL, traffic
+from tests.gloo.test_compile import SMALL, needs_compiler, traffic
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -54,7 +55,7 @@ def float8_spec(row: str, recipe: str, base: list[str]) -> Spec:
     return require_runnable(load(name, [*base, *overrides, f"precision.matmul={recipe}"]))
 
 
-def traffic_by_call(estimate: Estimate) -> dict[object, tuple[int, int]]:
+def traffic_by_call(estimate: Estimate) -> dict[Any, tuple[int, int]]:
     return {key: figures for key, figures in traffic(estimate).items() if any(figures)}
 
 
@@ -65,10 +66,18 @@ def test_bytes_are_predicted_and_traffic_is_that_without_fp8(ranks: Ranks, row, 
     plain = float8_spec(row, "none", TRUE_DTYPES)
     assert traffic(exact) == traffic(derive(plain, facts_of(plain)).exact)
     steps: list[Steps] = ranks.run(spec.world_size, run_steps, spec, timeout=300.0)
+    require_measured(exact, steps)
+
+
+def require_measured(exact: Estimate, steps: list[Steps]) -> None:
+    """Assert that the peaks and the traffic of each rank's step are the predicted ones."""
     for rank, measured in enumerate(own.measured for own in steps):
         for peak in measured.peak:
             (own,) = (p for p in exact.peak if (p.rank, p.phase) == (rank, peak.phase))
             assert own.device_bytes == peak.device_bytes, f"{peak.phase} of rank {rank}"
+        expected = traffic_by_call(exact.of_rank(rank))
+        expected = {key: row for key, row in expected.items() if key.phase is not Phase.SETUP}
+        assert traffic_by_call(measured) == expected, f"rank {rank}"
 
 
 @pytest.mark.parametrize(("row", "recipe"), CASES)
@@ -94,6 +103,17 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, recipe):
         assert pair.difference <= 1e-12 and pair.without_gradient == 0
         assert pair.compiled.programs == (1, 1) and pair.compiled.breaks == 0
         assert traffic_by_call(pair.compiled.measured) == traffic_by_call(pair.eager.measured)
+
+
+@needs_compiler
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_peaks_and_traffic_of_compiled_products_are_predicted(ranks: Ranks, recipe):
+    words = [*TRUE_DTYPES, f"precision.matmul={recipe}", "compile=block"]
+    spec = require_runnable(load("zero3", words))
+    exact = derive(spec, facts_of(spec)).exact
+    assert exact.peak
+    require_measured(exact, ranks.run(spec.world_size, run_compiled, spec, timeout=300.0))
 
 
 def run_resumed(spec: Spec, folder: str) -> bool:

@@ -21,10 +21,10 @@ from ptrain.meters import holdings
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import session
+from ptrain.train.exchange import DeviceSums
 from ptrain.train.finite import FiniteGuard
-from ptrain.train.interrupt import Interrupts
-from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
+from ptrain.train.rank_start import Interrupts
 from tests.gloo.simulated_device import (
     SimulatedEvent,
     SimulatedQueue,

@@ -12,8 +12,8 @@ import pytest
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Phase
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.load import load
-from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.spec import Spec
 from tests.gloo import pipeline_cases, tensor_cases
 from tests.gloo.outcomes import MEASURED_STEP, Outcome

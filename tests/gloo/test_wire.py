@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.wire import TOLERANCE, wire_rows
+from ptrain.derivation.interconnect import TOLERANCE, wire_rows
 from ptrain.meters.measure import WireMeter, join_estimates
 from ptrain.report.record import compare_estimates, result_record
 from ptrain.runtime.comm import Mesh

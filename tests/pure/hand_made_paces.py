@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator, PassWork
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import make_facts
 

@@ -9,9 +9,9 @@ from ptrain.algebra.legality import check, find_unsupported
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.extras import require_file_tier
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import require_file_tier
 
 MODEL = {"preset": "llama-tiny"}  # of 4 blocks
 ZERO3 = {"mesh": {"dp_shard": 2}, "placement": {"dp_shard": ["S*", "S", "S", "R"]}}

@@ -13,7 +13,7 @@ from ptrain.derivation.allocator import (
     CachingAllocator,
     steady_reserved,
 )
-from ptrain.report.reserved import reserved_lines
+from ptrain.report.simulation import reserved_lines
 
 OTHER = "reduce_scatter_stream"
 

@@ -22,8 +22,7 @@ from ptrain.facts.model import ModelFacts, Passes, TensorFacts, UnitFacts
 from ptrain.facts.stages import Chain, Ends
 from ptrain.facts.traced_part import traced_part
 from ptrain.spec.load import load
-from ptrain.spec.placement import Axis
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Axis, Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.timeline import Boundary, Complete, Kind, Mark, Repeated, Run, Timeline

@@ -22,10 +22,9 @@ from ptrain.cost import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import CALIBRATED, pace_of
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 
 def part(ranks: int, *, spread: float = 0.02, **tables: list[list[object]]) -> MeasuredPart:

@@ -12,7 +12,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, passes_of_stage
 from ptrain.facts.stages import Chain, Ends, Stage
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Role
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Run
 from tests.pure.pipeline_specs import SHAPE, legal

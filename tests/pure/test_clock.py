@@ -13,10 +13,9 @@ import pytest
 from ptrain.cost import Collective, Phase, Spent, StepTime
 from ptrain.derivation.machine import Machine
 from ptrain.spec.activations import ActivationMode
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Axis, Placement, Tier
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.timeline import Complete
 from tests.pure.build import (

@@ -24,7 +24,7 @@ from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import ActivationMode, Operators, Policy
-from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.batch import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS

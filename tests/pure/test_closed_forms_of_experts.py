@@ -22,7 +22,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import ActivationMode, Operators, Policy
-from ptrain.spec.context import ContextAttention, ContextSpec
+from ptrain.spec.batch import ContextAttention, ContextSpec
 from ptrain.spec.keys import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import Family, ModelShape

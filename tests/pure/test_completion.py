@@ -12,8 +12,8 @@ import pytest
 
 from ptrain.cli.completion import keys_of_schema
 from ptrain.cli.main import VERBS, main
+from ptrain.spec.check import iter_key_rows, schema
 from ptrain.spec.names import SPEC_FOLDERS, list_files
-from ptrain.spec.schema import iter_key_rows, schema
 
 # Shell code to run after the script, which prints the completions of a line.
 COMPLETE = {

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.plan.composition import explain_compositions, theorem_3
-from ptrain.spec.batch import PADDED
-from ptrain.spec.context import Hybrid
+from ptrain.spec.batch import PADDED, Hybrid
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.pure.build import GATHERED

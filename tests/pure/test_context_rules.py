@@ -15,11 +15,17 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
-from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.batch import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
+from ptrain.spec.model import (
+    Attention,
+    ExternalModel,
+    Family,
+    HuggingFaceModel,
+    ModelShape,
+    UserFunction,
+)
 from ptrain.spec.placement import MODES, S_STAR, Axis, Placement, S
 from ptrain.spec.spec import LossSpec, Spec
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of

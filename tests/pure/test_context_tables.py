@@ -16,8 +16,8 @@ from ptrain.derivation.layers import is_tabulated, model_timeline
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
-from ptrain.spec.rates import OperatorKind
 from tests.oracles.context import gathered_bytes, keys_and_values, layer_exchange
 from tests.saved_tensors import saved_bytes
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.report import calls, copies
-from ptrain.report.calls import Call
-from ptrain.report.copies import Replica, axes_between, find_equal_generators
+from ptrain.report import copies
+from ptrain.report.copies import Call, Replica, axes_between, find_equal_generators
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
 
 # dp_replicate 2 x tp 2, row-major
@@ -148,7 +147,7 @@ SUM = Call(operator="all_reduce", reduces="SUM", dtype="float32", numel=8, carri
 
 
 def first(*ledgers: list[Call]) -> list[tuple[int, int, DifferenceKind, str]]:
-    mismatches = calls.find_differing_calls("dp", dict(enumerate(ledgers)), 3)
+    mismatches = copies.find_differing_calls("dp", dict(enumerate(ledgers)), 3)
     return [(d.index, d.rank, d.way, d.told) for d in mismatches]
 
 
@@ -158,7 +157,7 @@ def changed_call(**fields: object) -> Call:
 
 def test_ranks_that_call_the_same_depart_from_nothing():
     assert not first([SUM, SUM], [SUM, SUM])
-    assert calls.explain_call_mismatches([]) is None
+    assert copies.explain_call_mismatches([]) is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_ranks_that_call_the_same_depart_from_nothing():
         (changed_call(numel=9), DifferenceKind.SHAPE, "9 elements for 8 elements"),
         (changed_call(carries="gradients b"), DifferenceKind.VALUE, "gradients b for gradients a"),
         (changed_call(when="update"), DifferenceKind.VALUE, "update for nothing known"),
-        (changed_call(result="f00"), DifferenceKind.VALUE, calls.ANOTHER_RESULT),
+        (changed_call(result="f00"), DifferenceKind.VALUE, copies.ANOTHER_RESULT),
     ],
 )
 def test_the_first_differing_call_is_named_with_its_difference(call, way, told):
@@ -200,8 +199,8 @@ def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
 
 def test_the_root_cause_of_calls_names_operator_place_axis_and_ranks():
     ledgers = {0: [SUM], 4: [SUM], 8: [changed_call(reduces="MAX")]}
-    root_cause = calls.explain_call_mismatches(
-        [*calls.find_differing_calls("dp_shard", ledgers, 3)]
+    root_cause = copies.explain_call_mismatches(
+        [*copies.find_differing_calls("dp_shard", ledgers, 3)]
     )
     assert root_cause is not None
     assert (root_cause.axis, root_cause.factor, root_cause.ranks) == (

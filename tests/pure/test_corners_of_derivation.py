@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 from ptrain.axes.data.cuts import ShardLayout
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
-from ptrain.derivation import wire
+from ptrain.derivation import interconnect
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
+from ptrain.derivation.interconnect import gloo_factor
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
@@ -55,20 +56,20 @@ def estimate(*collectives: Collective) -> Estimate:
 
 
 def test_gloo_doubles_only_a_reduce_scatter_on_the_wire():
-    assert {Collective.REDUCE_SCATTER: Fraction(2)} == wire.GLOO
-    assert wire.TOLERANCE == 0.001
+    assert {Collective.REDUCE_SCATTER: Fraction(2)} == interconnect.GLOO
+    assert interconnect.TOLERANCE == 0.001
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.gloo_factor(row) == 2
-    assert wire.gloo_factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
+    assert gloo_factor(row) == 2
+    assert gloo_factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
 
 
 def test_on_the_wire_two_ranks_exchange_halves_of_gradients():
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.gloo_factor(pair := replace(row, sent_bytes=4)) == 1
-    assert wire.gloo_factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
+    assert gloo_factor(pair := replace(row, sent_bytes=4)) == 1
+    assert gloo_factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
     odd = replace(row, calls=3, payload_bytes=30)
-    assert wire.gloo_factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
-    assert wire.gloo_factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
+    assert gloo_factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
+    assert gloo_factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
 
 
 def test_wire_factors_name_deviations_from_the_ring_model():
@@ -81,7 +82,7 @@ def test_wire_factors_name_deviations_from_the_ring_model():
             "gloo: broadcast 1 (a tree: ranks differ), all others 1; mean over ranks"
         ),
     }
-    assert {each: wire._factor(estimate(*each), ("dp",)) for each in told} == told
+    assert {each: interconnect._factor(estimate(*each), ("dp",)) for each in told} == told
 
 
 def test_facts_hash_equally_with_and_without_traced_stages():

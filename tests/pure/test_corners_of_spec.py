@@ -12,12 +12,11 @@ from ptrain.algebra.legality import BYTE_VOCAB, RULES, UNSUPPORTED_RULES, check
 from ptrain.cost import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
-from ptrain.spec.check import validate
+from ptrain.spec.check import schema, validate
 from ptrain.spec.load import expand_sweeps, load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis, Factor
-from ptrain.spec.schema import schema
 from ptrain.spec.spec import rank_groups
 from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml

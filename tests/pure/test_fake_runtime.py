@@ -10,10 +10,10 @@ import pytest
 from ptrain.cost import Collective, State
 from ptrain.runtime.ghost import GhostRuntime
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 
 OUTER, INNER = Axis.DP_REPLICATE, Axis.DP_SHARD
 DEGREES = {OUTER: 2, INNER: 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ptrain.algebra.legality import check, find_unsupported
@@ -13,7 +15,7 @@ from ptrain.rates.pace import with_fp8
 from ptrain.selection.job import searched_job
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 
 TENSORWISE, ROWWISE = "precision.matmul=fp8-tensorwise", "precision.matmul=fp8-rowwise"
 H100 = (
@@ -62,9 +64,11 @@ def test_a_plan_lists_the_layers_that_are_left_out():
     assert lower(load("ep").spec).quantize is None
 
 
-def test_searches_reject_fp8_products_by_name():
-    with pytest.raises(SpecError, match=r"ptrain select with precision\.matmul=fp8-tensorwise"):
-        searched_job("zero3", [TENSORWISE, "mesh=auto"])
+def test_a_search_scores_fp8_products_as_those_of_the_default_layout():
+    job = searched_job("llama3-8b", [TENSORWISE, "cluster.preset=h100-8"])
+    assert job.base.precision == replace(job.scored.precision, matmul=Matmul.TENSORWISE)
+    plain = searched_job("llama3-8b", ["cluster.preset=h100-8"]).base
+    assert job.scored.precision == plain.precision and job.stand_in == plain.model
     with pytest.raises(SpecError, match=r"batch\.micro=auto"):
         resolve_auto(load("zero1", [TENSORWISE, "batch.micro=auto"]))
 

@@ -16,7 +16,7 @@ from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
-from ptrain.report.heading import axes_text
+from ptrain.report.table import axes_text
 from ptrain.spec.load import load
 from ptrain.spec.placement import OFFLOADED, S_STAR, Axis, Mode, R, Tier
 from ptrain.spec.spec import Spec

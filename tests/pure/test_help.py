@@ -14,7 +14,7 @@ from ptrain.cli import help
 from ptrain.cli.help import PAGES, as_text, heading_anchor, page_sections, split_sections
 from ptrain.cli.main import main
 from ptrain.commands import COMMANDS
-from ptrain.spec.schema import schema
+from ptrain.spec.check import schema
 
 ROOT = Path(__file__).parents[2]
 TOPICS = {section.anchor: page for page in PAGES for section in page_sections(page)}

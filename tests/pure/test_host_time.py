@@ -10,8 +10,8 @@ import pytest
 from ptrain.cost import Phase, Spent
 from ptrain.derivation.estimate import derive
 from ptrain.spec.activations import SELECTIVE, ActivationMode
+from ptrain.spec.cluster import Hook
 from ptrain.spec.load import load
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec
 from tests.pure.build import ZERO_2
 from tests.pure.hand_made_paces import HandPace

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ptrain.axes.pipeline.catalogue import make_schedule
-from ptrain.axes.pipeline.instructions import (
+from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, loop_ranks, v_shaped
+from ptrain.axes.pipeline.simulate import simulate
+from ptrain.axes.pipeline.stage_facts import (
     Instruction,
     Message,
     Receive,
@@ -17,12 +19,10 @@ from ptrain.axes.pipeline.instructions import (
     Send,
     evaluation_instructions,
     input_message,
+    list_transfers,
     output_message,
     training_instructions,
 )
-from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, loop_ranks, v_shaped
-from ptrain.axes.pipeline.simulate import simulate
-from ptrain.axes.pipeline.stage_facts import list_transfers
 from ptrain.cost import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind

@@ -13,9 +13,9 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import Positions, RopeScaling
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, SyncPolicy, UnitKind, UnitSize
-from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.load import load
+from ptrain.spec.model import UserFunction
 from ptrain.spec.placement import MODES, Axis, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import LossSpec

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.axes.pipeline.cost import PipelineSize, round_size, stages_of
-from ptrain.axes.pipeline.instructions import (
+from ptrain.axes.pipeline.stage_facts import (
     Message,
     Receive,
     Release,

@@ -22,7 +22,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
-from ptrain.train import host_memory, options
+from ptrain.train import heading, options
 from ptrain.train.heading import preflight_lines
 
 GB, GIB = 10**9, 2**30
@@ -245,8 +245,8 @@ def test_a_search_names_the_key_if_only_offloaded_states_fit(tmp_path):
 
 @pytest.fixture
 def _small_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "physical_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(host_memory, "gpus", lambda: 0)
+    monkeypatch.setattr(heading, "physical_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(heading, "gpus", lambda: 0)
 
 
 @pytest.mark.usefixtures("_small_host")
@@ -274,11 +274,11 @@ def test_remote_or_forced_ranks_are_accepted(monkeypatch):
         load_checked(options.parse_options(words))
     spec = load(words[0]).spec
     exact = derive(spec).exact
-    host_memory.require_ranks_fit_host(replace(spec, device="cuda"), exact, "8b-zero3")
-    monkeypatch.setattr(host_memory, "gpus", lambda: 8)
-    host_memory.require_ranks_fit_host(spec, exact, "8b-zero3")
+    heading.require_ranks_fit_host(replace(spec, device="cuda"), exact, "8b-zero3")
+    monkeypatch.setattr(heading, "gpus", lambda: 8)
+    heading.require_ranks_fit_host(spec, exact, "8b-zero3")
     with pytest.raises(SpecError, match="on the CPU"):
-        host_memory.require_ranks_fit_host(replace(spec, device="cpu"), exact, "8b-zero3")
+        heading.require_ranks_fit_host(replace(spec, device="cpu"), exact, "8b-zero3")
 
 
 @pytest.mark.usefixtures("_small_host")
@@ -286,14 +286,14 @@ def test_the_need_of_this_host_is_that_of_its_ranks():
     spec = load("zero3").spec
     exact = derive(spec).exact
     peaks = [max(row.device_bytes for row in exact.peak if row.rank == rank) for rank in range(2)]
-    assert host_memory.needed_bytes(exact) == sum(peaks) > 0
-    host_memory.require_ranks_fit_host(spec, exact, "zero3")
+    assert heading.needed_bytes(exact) == sum(peaks) > 0
+    heading.require_ranks_fit_host(spec, exact, "zero3")
     with pytest.raises(SpecError, match="2 ranks of zero3"):
         whole = replace(exact, startup_bytes=9 * GIB)
-        host_memory.require_ranks_fit_host(spec, whole, "zero3")
+        heading.require_ranks_fit_host(spec, whole, "zero3")
     large = require_runnable(load("8b-zero3", ["device=cpu"]))
     with pytest.raises(SpecError, match="2 ranks of 8b-zero3"):
-        host_memory.require_ranks_fit_host(large, derive(large).exact, "8b-zero3", nodes=4)
+        heading.require_ranks_fit_host(large, derive(large).exact, "8b-zero3", nodes=4)
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch):

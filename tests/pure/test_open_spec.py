@@ -22,14 +22,14 @@ from ptrain.spec.dials import Overlap, UnitKind, UnitSize
 from ptrain.spec.spec import Spec
 
 BASE = searched_job("llama3-70b", ["batch.global=64"], cluster="h100-64", devices=64).scored
-WAYS = [(), *((choice,) for choice in WITHIN[0].choices(BASE, 2, Legality(BASE).written))]
+WAYS = [(), *((choice,) for choice in WITHIN[0].choices(BASE, 2, Legality(BASE, BASE).written))]
 
 
 @pytest.mark.parametrize("through", Through)
 @pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize("within", WAYS[:2], ids=["alone", "beside tp"])
 def test_choices_of_data_axes_are_legal_if_each_spec_is(through, many, within):
-    legality = Legality(BASE)
+    legality = Legality(BASE, BASE)
     for choices in data_choices(BASE).values():
         legal = {id(c) for c in legality.data(choices, within, through, many=many)}
         assert legal == {id(c) for c in choices if _is_legal(legality, c, within, through, many)}
@@ -42,11 +42,11 @@ def _is_legal(legality, choice, within, through, many) -> bool:
 
 
 def test_a_schedule_is_legal_with_the_micro_batches_of_each_spec():
-    legality, answers = Legality(BASE), set()
+    legality, answers = Legality(BASE, BASE), set()
     for _, choices in pipelines(BASE, 64):
         for choice in choices:
             for number in (1, 2, 3, 8, 64):
-                other = Legality(BASE)  # which has nothing from another number
+                other = Legality(BASE, BASE)  # which has nothing from another number
                 answer = legality.pipeline(choice, number)
                 assert answer == other.pipeline(choice, number)
                 answers.add(answer)

@@ -9,9 +9,9 @@ import pytest
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.wrapping import WrapContext
 from ptrain.facts.model import Operator
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.cluster import OperatorKind
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
-from ptrain.spec.rates import OperatorKind
 from tests.pure.changes import load_changed
 from tests.pure.test_rates import pace
 from tests.pure.test_wrapper_replay import FACTS, plan_spec

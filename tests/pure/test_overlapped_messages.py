@@ -8,8 +8,8 @@ from ptrain.cost import Collective, Spent
 from ptrain.derivation.clock import Clock, messages_of
 from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, PassWork
+from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook
 from tests.pure.build import make_spec, tuple_of
 from tests.pure.hand_made_paces import HandPace, seconds
 

@@ -23,9 +23,8 @@ from ptrain.cli.main import VERBS, main
 from ptrain.spec.load import expand_sweeps, load
 from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import MODES, Axis, Placement
+from ptrain.spec.placement import GIVEN, MODES, Axis, Placement, matches_pattern
 from ptrain.spec.precision import ZERO16
-from ptrain.spec.role import GIVEN, matches_pattern
 from ptrain.spec.text import read
 from ptrain.version import TESTED_TORCH
 from tests.pure.build import ODD_SHAPE, make_spec

@@ -10,7 +10,7 @@ import pytest
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.wire import predicted_bytes
+from ptrain.derivation.interconnect import predicted_bytes
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load

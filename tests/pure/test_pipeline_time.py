@@ -14,10 +14,9 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.machine import Machine
 from ptrain.facts.model import InnerCollective, ModelWork
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook
 from tests.pure.build import GATHERED, WHOLE, make_spec
 from tests.pure.hand_made_paces import HandPace, layer, model
 

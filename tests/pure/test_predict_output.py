@@ -10,7 +10,7 @@ import pytest
 
 import ptrain as package
 from ptrain.derivation.estimate import derive
-from ptrain.report.heading import axes_text
+from ptrain.report.table import axes_text
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
 from ptrain.units import format_memory, parse_bytes

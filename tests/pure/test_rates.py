@@ -19,11 +19,10 @@ from ptrain.rates.measured import (
     pace_while_others_wait,
 )
 from ptrain.rates.pace import Pace, UnknownRate
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook, OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.precision import LAYOUTS, DType
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.write import section_mapping, to_yaml
 

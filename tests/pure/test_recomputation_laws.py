@@ -13,11 +13,11 @@ import pytest
 
 from ptrain.algebra.legality import check, find_unsupported
 from ptrain.cli.main import main
+from ptrain.cli.predict import useless_modes
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.plan.lower import built_in_facts
-from ptrain.selection.recompute import useless_modes
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 

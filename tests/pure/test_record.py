@@ -24,7 +24,7 @@ from ptrain.cost import (
     TrafficKey,
     Wire,
 )
-from ptrain.derivation.wire import wire_rows
+from ptrain.derivation.interconnect import wire_rows
 from ptrain.report.record import compare_estimates, result_record, verdict_line, verdict_word
 from ptrain.report.recorded import decode_record
 from ptrain.report.summary import training_summary

@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from ptrain.errors import SpecError
+from ptrain.spec.check import KeyRow, iter_key_rows
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys, data_axis_dials
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.load import load
-from ptrain.spec.schema import KeyRow, iter_key_rows
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value, to_flow_yaml
 from ptrain.spec.write import section_mapping, to_yaml

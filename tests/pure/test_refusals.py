@@ -12,9 +12,9 @@ import pytest
 from ptrain.cli import validate
 from ptrain.cli.main import main
 from ptrain.errors import Fault, PtrainError, SpecError
-from ptrain.spec import extras
-from ptrain.spec.extras import require_file_tier, unusable_folder_error
+from ptrain.spec import spec
 from ptrain.spec.load import load
+from ptrain.spec.spec import require_file_tier, unusable_folder_error
 from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, mark_as_latest, resume_candidates
 from tests.pure.run_folders import open_folder, write_run
@@ -39,13 +39,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("model", ["hf: LlamaForCausalLM", "preset: llama-tiny"])
 def test_only_a_class_of_transformers_needs_transformers(model, installed, monkeypatch):
     there = {"transformers"} if installed else set()
-    monkeypatch.setattr(extras, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(spec, "find_spec", lambda name: name if name in there else None)
     shape = load("zero3", [f"model={{{model}}}"]).spec.model
     if installed or "preset" in model:
-        extras.require_transformers(shape)
+        spec.require_transformers(shape)
         return
     with pytest.raises(SpecError) as caught:
-        extras.require_transformers(shape)
+        spec.require_transformers(shape)
     assert caught.value.faults == (
         Fault(
             place="model.hf",

@@ -13,12 +13,12 @@ import pytest
 from ptrain.cli import schema as verb
 from ptrain.commands import add_arguments
 from ptrain.errors import PtrainError
+from ptrain.spec.check import FILE, schema, schema_text
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import MODE_MEANINGS, Section, section_keys
 from ptrain.spec.load import load
 from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 from ptrain.spec.placement import MODES, Mode
-from ptrain.spec.schema import FILE, schema, schema_text
 from ptrain.spec.text import read
 
 VALIDATOR = jsonschema.Draft7Validator(schema())

@@ -62,7 +62,7 @@ from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_kno
 def scored_sample(search: Search, seed: int, number: int) -> list[Scored]:
     """Return random candidates that fit, equally from all parts."""
     draw = random.Random(seed)
-    room, pool = search.task.room, []
+    room, pool = search.job.room, []
     for block in search.blocks():
         fitting = [row for row in block.rows if block.peak(row) <= room]
         pool += [block.scored(draw.choice(fitting))] if fitting else []

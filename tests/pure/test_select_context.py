@@ -14,7 +14,7 @@ from ptrain.selection.choose import select
 from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import SLACK
 from ptrain.selection.space import inner_products
-from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.batch import ContextAttention, Hybrid
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from tests.pure.searches import without_known

@@ -51,7 +51,7 @@ def test_degrees_are_tried_if_routing_decides_the_fit():
 def test_a_pipeline_is_legal_with_routing_that_requires_expert_axes():
     """The axes within a block have ep; the pipeline is looked at without them."""
     base = searched_job("mixtral-8x7b", ["routing=best"], cluster="h100-64").base
-    legal = Legality(base)
+    legal = Legality(base, base)
     staged = [choice for size, of in pipelines(base, 64) for choice in of if size == 32]
     assert staged and any(legal.pipeline(choice, 4) for choice in staged)
 
@@ -59,8 +59,8 @@ def test_a_pipeline_is_legal_with_routing_that_requires_expert_axes():
 @pytest.fixture(scope="module")
 def over_experts():
     search = search_of("ep>=2", "pp=1", "tp=1")
-    base = search.task.placed
-    best = search.run(search.task.where).best
+    base = search.job.sized
+    best = search.run(search.job.where).best
     return [(closed, closed.candidate.spec(base)) for closed in best]
 
 
@@ -78,7 +78,7 @@ def test_estimates_have_the_states_of_expert_parallel_ranks():
     """Parameters and optimizer state of every candidate of the data axes are exact except for
     padding and counters."""
     search = search_of("pp=1", "tp=1", "micro=1", "recompute=none")
-    base, layers, compared = search.task.placed, 4, 0
+    base, layers, compared = search.job.sized, 4, 0
     for block in search.blocks():
         sizes = block.cut.sizes
         others = sizes.front + sizes.behind + layers * (sizes.block - sizes.experts)
@@ -116,7 +116,7 @@ def test_a_block_waits_for_two_trips_each_way_and_two_more_where_it_is_computed_
     once = pace.collective_seconds(
         Collective.ALL_TO_ALL, ranks=2, nodes=1, payload=rows_bytes(spec, shape)
     )
-    assert exchange_seconds(spec, shape, pace, PLAIN) == (2 * once, 2 * once)
-    assert exchange_seconds(spec, shape, pace, ActivationMode(policy=FULL)) == (2 * once, 4 * once)
+    assert exchange_seconds(spec, pace, PLAIN) == (2 * once, 2 * once)
+    assert exchange_seconds(spec, pace, ActivationMode(policy=FULL)) == (2 * once, 4 * once)
     alone = load("zero3", ["model.preset=moe-tiny"]).spec
-    assert exchange_seconds(alone, shape, pace, PLAIN) == (0.0, 0.0)
+    assert exchange_seconds(alone, pace, PLAIN) == (0.0, 0.0)

@@ -21,7 +21,7 @@ from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import Demand, SearchGoal, demand_of, numbers
 from ptrain.selection.search import Search
 from ptrain.selection.where import QUANTITIES, Where, parse
-from ptrain.spec.rates import Hook
+from ptrain.spec.cluster import Hook
 from ptrain.spec.spec import Spec
 from tests.pure.hand_made_paces import HandPace
 from tests.pure.searches import chooser, machine
@@ -171,8 +171,8 @@ def test_values_that_are_offered_are_those_of_candidates(text, candidates_of_fou
     rule = parse(text)
     values = {QUANTITIES[rule.name].of(spec) for spec in specs} - {""}
     assert values and rule.bound not in values
-    own = replace(search.task, where=Where((rule,)))
-    finding, remedy = why_none(Search(own))
+    own = replace(search.job, where=Where((rule,)))
+    finding, remedy = why_none(Search(own, search.work, search.pace))
     offered = finding.partition(f"{rule.name} can be ")[2]
     as_written = {f"[{value}]" if "placement" in rule.name else str(value) for value in values}
     assert {*re.split(r", ", offered)} == as_written and remedy == f"Remove `{text}`."

@@ -10,8 +10,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import Ranked
+from ptrain.spec.cluster import Hook
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from tests.pure.hand_made_paces import HandPace

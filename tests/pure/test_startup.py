@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.memory import ranks_per_node, startup_bytes
+from ptrain.derivation.ghosts.wrapping import ranks_per_node, startup_bytes
 from ptrain.errors import DoesNotFit
 from ptrain.plan.lower import built_in_facts
 from ptrain.report.predict import prediction_of, prediction_screen

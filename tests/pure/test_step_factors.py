@@ -14,10 +14,9 @@ from ptrain.derivation.interconnect import Network
 from ptrain.rates.pace import UnknownRate
 from ptrain.report.record import time_checks
 from ptrain.report.step_time import time_lines
-from ptrain.spec.cluster import Cluster
+from ptrain.spec.cluster import Cluster, Hook, Rates
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
-from ptrain.spec.rates import Hook, Rates
 from ptrain.spec.spec import Spec
 from tests.pure.hand_made_paces import HandPace, seconds
 

@@ -13,8 +13,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.facts.model import InnerCollective, ModelWork
 from ptrain.rates.measured import Line
+from ptrain.spec.cluster import Hook
 from ptrain.spec.load import load
-from ptrain.spec.rates import Hook
 from tests.pure.hand_made_paces import HandPace, layer, model
 
 LATE = 0.5  # seconds of a collective for one that was computed

@@ -19,10 +19,10 @@ from ptrain.spec import (
     model,
     pipeline,
     placement,
-    role,
     spec,
     text,
 )
+from ptrain.spec.check import FILE
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import (
     Boolean,
@@ -61,7 +61,6 @@ from ptrain.spec.precision import (
     Layout,
     Precision,
 )
-from ptrain.spec.schema import FILE
 from tests.pure.test_schema import KEYS, VALIDATOR
 
 SETS = {
@@ -80,7 +79,7 @@ SETS = {
     model.Attention: "sdpa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
-    role.Role: """column fused_column transposed_column row transposed_row vocabulary head
+    placement.Role: """column fused_column transposed_column row transposed_row vocabulary head
         whole_input latent_input latent experts whole_experts inner_column inner_row shared
         norm last_norm positions count block first_block last_block""",
 }
@@ -370,12 +369,12 @@ def test_nodes_without_a_position_have_line_0_and_no_text():
 
 
 def test_roles_that_a_users_plan_may_give():
-    given = [each.value for each in role.GIVEN]
+    given = [each.value for each in placement.GIVEN]
     assert given == [
         "column", "fused column", "row", "vocabulary", "head", "whole input", "shared", "norm",
         "last norm", "count", "experts",
     ]  # fmt: skip
-    assert all(" " in about for about in role.GIVEN.values())
+    assert all(" " in about for about in placement.GIVEN.values())
 
 
 def test_the_folders_of_specs_and_the_schemas_file():

@@ -12,11 +12,11 @@ from ptrain.plan.lower import built_in_facts
 from ptrain.selection.choose import Chooser, select
 from ptrain.selection.deriver import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import list_files
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 TINY = (
@@ -137,7 +137,8 @@ def test_specs_that_differ_on_the_data_axes_are_one_cut_which_is_read_once():
     traced = cuts(reads)
     assert traced.of(spec_of()) is traced.of(spec_of("mesh.dp_shard=4"))
     assert len(reads) == 1
-    assert not traced.may_fit(spec_of("batch.micro=1"), 0.0), "another cut is one too many"
+    other = traced.cut(spec_of("batch.micro=1"))
+    assert not traced.may_fit(other, 0.0), "another cut is one too many"
 
 
 def test_the_excess_of_sharding_over_its_closed_form_is_subtracted_from_the_budget():
@@ -145,15 +146,17 @@ def test_the_excess_of_sharding_over_its_closed_form_is_subtracted_from_the_budg
     room = 1e9
     traced = replace(cuts([]), room=room)
     traced.of(spec)
-    assert traced.may_fit(spec, room)
-    traced.excess[traced.cut(spec)] = 3_000_000 - 1e6
-    assert traced.may_fit(spec, room - 2e6) and not traced.may_fit(spec, room - 1e6)
+    cut = traced.cut(spec)
+    assert traced.may_fit(cut, room)
+    traced.excess[cut] = 3_000_000 - 1e6
+    assert traced.may_fit(cut, room - 2e6) and not traced.may_fit(cut, room - 1e6)
 
 
 def test_sharding_that_cannot_be_traced_is_excluded():
     traced = cuts([], most=2)
-    traced.refuse(spec_of(), refused("mesh.tp", "its heads"))
-    assert not traced.may_fit(spec_of(), 0.0) and traced.may_fit(spec_of("batch.micro=1"), 0.0)
+    cut, other = traced.cut(spec_of()), traced.cut(spec_of("batch.micro=1"))
+    traced.refusals[cut] = refused("mesh.tp", "its heads")
+    assert not traced.may_fit(cut, 0.0) and traced.may_fit(other, 0.0)
 
 
 def test_where_nothing_can_be_traced_the_reason_is_the_answer():

@@ -18,11 +18,10 @@ from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, interrupt, options, probe, tracker
-from ptrain.train.failure import Failure, Rank
+from ptrain.train import failure, folder, options, parts, rank_start, tracker
+from ptrain.train.failure import Failure, LauncherSignals, Rank
 from ptrain.train.heading import rank_stage_texts
-from ptrain.train.launch import LauncherSignals
-from ptrain.train.schedule import learning_rate
+from ptrain.train.parts import learning_rate
 from tests.pure.pipeline_specs import spec
 
 ROOT = Path(__file__).parents[2]
@@ -142,11 +141,11 @@ def test_a_profiled_step_beyond_the_last_is_rejected_with_the_range():
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require_runnable(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
-    assert probe.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.moved_profiles_line(
+    assert parts.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
+    assert "step 2 and 3 is measured; step 4 of 9 is traced" in parts.moved_profiles_line(
         spec, (2, 3)
     )
-    assert probe.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert parts.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule
@@ -283,12 +282,12 @@ def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with LauncherSignals().record_signals(), interrupt.record_signals():
+        with LauncherSignals().record_signals(), rank_start.record_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with interrupt.record_signals() as interrupts:
+        with rank_start.record_signals() as interrupts:
             signal.raise_signal(signal.SIGHUP)
-        assert interrupt.strongest_signal(interrupts.flags()) is signal.SIGHUP
+        assert rank_start.strongest_signal(interrupts.flags()) is signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)

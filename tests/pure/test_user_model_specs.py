@@ -13,7 +13,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
 from ptrain.spec.load import load
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 

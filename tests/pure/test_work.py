@@ -20,10 +20,10 @@ from ptrain.facts.model import (
     PassWork,
     WorkByKind,
 )
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 SHAPE = {"layers": 3, "hidden": 64, "heads": 8, "ffn": 48, "vocab": 264}

@@ -11,7 +11,7 @@ from ptrain.derivation.kernels import (
     sum_of_rows,
     workspaces,
 )
-from ptrain.report.reserved import reserved_lines
+from ptrain.report.simulation import reserved_lines
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 

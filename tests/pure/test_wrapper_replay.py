@@ -20,8 +20,7 @@ from ptrain.axes.data.cost import (
 from ptrain.cost import Collective, Phase, State, add_traffic
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.table import make_wrapping
-from ptrain.derivation.ghosts.wrapping import WrapContext
-from ptrain.derivation.memory import by_shard
+from ptrain.derivation.ghosts.wrapping import WrapContext, by_shard
 from ptrain.facts.model import ModelFacts
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower

@@ -21,8 +21,7 @@ from ptrain.optimizers.ghost import GhostOptimizerFactory
 from ptrain.optimizers.update import moment_names
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh

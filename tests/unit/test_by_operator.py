@@ -10,8 +10,7 @@ import torch
 
 from ptrain.optimizers.build import ROWS, build_optimizer, initial_state, reference_optimizer
 from ptrain.runtime.world import fake_tensors
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import DType
 from tests.unit.test_muon import matrices, take_steps
 

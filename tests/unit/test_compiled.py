@@ -9,14 +9,31 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+import ptrain
+from ptrain.algebra.legality import is_sound
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.work import model_work
 from ptrain.errors import SpecError
-from ptrain.internals.compiled import silent_programs
+from ptrain.facts.model import Operator
+from ptrain.internals.compiled import (
+    ProgramKernel,
+    _SilentKernel,
+    _UnknownKernel,
+    seen_kernels,
+    silent_programs,
+)
 from ptrain.models import compiled
 from ptrain.models.compiled import ReadThrough, compile_blocks
-from ptrain.models.watch import watch_modules
+from ptrain.models.ledger import watch_modules
+from ptrain.models.work import kernel_sizes
+from ptrain.runtime.world import fake_tensors
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
+from ptrain.spec.precision import DType
 from ptrain.traces.facts import facts_of
 
 
@@ -104,16 +121,107 @@ def test_a_program_recomputes_after_those_that_do_not(model: Model) -> None:
         torch.testing.assert_close(block(x).detach(), expected)
 
 
+KERNEL = """
+extern "C" void kernel(float* in_out_ptr0, const float* in_ptr0, float* out_ptr0, const int64_t n)
+{ float tmp_acc0 = 0; in_out_ptr0[0] = tmp_acc0; }
+"""
+
+
+def test_a_kernel_reads_and_writes_each_argument_once() -> None:
+    kernels: list[ProgramKernel | None] = []
+    changed, given, made = torch.zeros(2), torch.zeros(4, 8), torch.zeros(8, dtype=torch.bfloat16)
+    kernel = _SilentKernel(["float*", "const float*", "bfloat16*", "const int64_t"], KERNEL)
+    with seen_kernels(kernels.append):
+        kernel(changed, given, made, 3)
+        _UnknownKernel("triton").run(made)
+    kernel(changed, given, made, 3)
+    run, unknown = kernels
+    assert unknown is None and run is not None
+    assert [*run.read] == [changed, given] and [*run.written] == [changed, made]
+    sizes = kernel_sizes(run)
+    assert sizes.kind is OperatorKind.NORM and sizes.dtype is DType.FP32
+    assert sizes.operator.dimensions == (2 * 8 + 128 + 16,)
+    exponential = kernel_sizes(run._replace(source="tmp1 = tmp0.exp();"))
+    assert exponential.kind is OperatorKind.ACTIVATION
+
+
+def operators_of(name: str, *overrides: str) -> tuple[list[Operator], Estimate]:
+    """Return the operators of a layer, forward and backward, and the prediction."""
+    spec = load(name, overrides).spec
+    facts = facts_of(spec)
+    derived = derive(spec, facts)
+    work = model_work(spec, derived.plan, facts)
+    assert work is not None
+    passes = (*work.layers[-1].forward, *work.layers[-1].backward)
+    return [item for item in passes if isinstance(item, Operator)], derived.exact
+
+
+def flops(operators: list[Operator]) -> int:
+    return sum(item.times * item.flops for item in operators)
+
+
+def launches(operators: list[Operator]) -> int:
+    return sum(item.times for item in operators if item.kind is not OperatorKind.VIEW)
+
+
+def moved_bytes(operators: list[Operator]) -> int:
+    return sum(item.times * item.dimensions[0] for item in operators if item.kind.is_of_bytes)
+
+
+SMALL = ("cluster.preset=h100-8", "model.layers=2", "precision.layout=zero16")
+
+
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
+def test_a_compiled_step_launches_fewer_kernels_moves_fewer_bytes_and_takes_less_time() -> None:
+    (eager, plain), (compiled, exact) = (
+        operators_of("ddp", *SMALL, f"compile={part}") for part in ("none", "block")
+    )
+    assert flops(compiled) == flops(eager) > 0
+    assert launches(compiled) < launches(eager) / 2
+    assert moved_bytes(compiled) < moved_bytes(eager) / 2
+    assert plain.step and exact.step and exact.step.seconds < plain.step.seconds
+    assert any("CPU program" in sentence for sentence in exact.step.assumed)
+    assert "CPU program" in exact.unclaimed["peak"] and not plain.unclaimed
+
+
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param("compile=block", marks=pytest.mark.nightly), "precision.matmul=fp8-rowwise"],
+)
+def test_a_search_ranks_compiled_blocks_and_fp8_products(words: str) -> None:
+    # Neither supports recomputed blocks over tp; fp8 products support no tp at all.
+    space = ("mesh={dp: auto, tp: auto}", "activations=M", "recompute=full")
+    wanted = load("zero3", [*SMALL, words]).spec
+    ranking = ptrain.select(
+        "zero3", [*SMALL, words, *space], cluster="h100-8", devices=2, count=2, read=facts_of
+    )
+    best = ranking.best
+    assert best is not None and not ranking.unknown
+    assert best.step == derive(best.spec, facts_of(best.spec)).exact.step
+    for row in ranking.ranking:
+        assert (row.spec.compile, row.spec.precision) == (wanted.compile, wanted.precision)
+        assert is_sound(row.spec) and row.spec.degree(Axis.TP) == 1
+
+
 LARGE = (
-    "compile=block", "model.layers=2", "model.hidden=512", "model.ffn=1376", "model.heads=8",
+    "model.layers=2", "model.hidden=512", "model.ffn=1376", "model.heads=8",
     "model.kv_heads=8", "model.head_dim=64", "model.vocab=16384", "batch.sequence=16",
     "batch.micro=1", "cluster.preset=h100-8", "device=cpu",
 )  # fmt: skip
 
 
 @pytest.mark.nightly
-def test_a_model_too_large_for_real_tensors_is_compiled_on_fake_ones_without_a_time() -> None:
-    spec = load("ddp", LARGE).spec
-    exact = derive(spec, facts_of(spec)).exact
-    assert exact.peak and "peak" not in exact.undefined
-    assert exact.step is None and "compiled programs" in exact.undefined["step_seconds"]
+def test_a_model_too_large_for_real_tensors_is_compiled_on_fake_ones() -> None:
+    (eager, _), (compiled, exact) = (
+        operators_of("ddp", *LARGE, f"compile={part}") for part in ("none", "block")
+    )
+    assert exact.peak and exact.step and "peak" not in exact.undefined
+    assert flops(compiled) == flops(eager) and launches(compiled) < launches(eager)
+
+
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
+def test_a_program_under_fake_tensors_allocates_no_real_ones() -> None:
+    with fake_tensors(), torch._inductor.config.patch(compile_threads=1), silent_programs():
+        block = compile_by(Model(), "inductor")
+        assert isinstance(block(torch.randn(2, 8)), FakeTensor)

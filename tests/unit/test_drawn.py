@@ -21,9 +21,8 @@ from ptrain.models.external import target_fault
 from ptrain.models.initialize import build_model
 from ptrain.models.meta import NeedsValuesError
 from ptrain.models.window import full_window, narrow_to_window
-from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelSpec
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelSpec, UserFunction
 from ptrain.traces.facts import read_facts
 
 SIZES = {

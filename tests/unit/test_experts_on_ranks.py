@@ -16,8 +16,8 @@ from ptrain.models.moe import MoE
 from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
 from ptrain.models.work import OperatorSizes, RecordedCollective
 from ptrain.runtime.world import fake_world
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.model import ModelShape
-from ptrain.spec.rates import OperatorKind
 from ptrain.traces.record import Recorder
 from tests.oracles.expert import rows_bytes, trip_bytes
 from tests.pure.test_closed_forms_of_experts import SHAPE, spec_of

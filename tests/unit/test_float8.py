@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import re
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ptrain.cli.main import main
+from ptrain.errors import SpecError
 from ptrain.facts.float8 import products_of
-from ptrain.models.float8 import Float8Linear, use_float8
+from ptrain.interpreter.execute import OF_PIECES
+from ptrain.models.float8 import Float8Linear, require_fp8_device, use_float8
 from ptrain.models.initialize import build_model
+from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import Matmul
+from ptrain.steps.step import Quantize
 
 RECIPES = (Matmul.TENSORWISE, Matmul.ROWWISE)
 TOKENS, INPUTS, OUTPUTS = 32, 48, 16
@@ -138,3 +144,55 @@ def test_a_simulation_counts_the_operations_of_fp8_products(capsys):
     assert "operations backward" in shown
     (equal,) = re.findall(r"(\d+) of (\d+) figures are equal", shown)
     assert equal[0] == equal[1]
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "recipe", "dtype", "finding", "remedy"),
+    [
+        ((8, 0), None, RECIPES[0], BF16, "Card has 80", "precision.matmul=none"),
+        ((8, 6), None, RECIPES[1], BF16, "Card has 86", "precision.matmul=none"),
+        ((9, 4), "6.3", RECIPES[0], BF16, "Card is an AMD GPU", "precision.matmul=none"),
+        ((9, 0), None, RECIPES[1], torch.float32, "return bf16", "precision.parameters=bf16"),
+    ],
+)
+def test_a_gpu_without_these_products_is_an_error(
+    monkeypatch, capability, hip, recipe, dtype, finding, remedy
+):
+    pretend_gpu(monkeypatch, capability, hip)
+    with pytest.raises(SpecError) as caught:
+        require_fp8_device(GPU, dtype, recipe)
+    (fault,) = caught.value.faults
+    assert fault.place == "precision.matmul" and finding in fault.finding
+    assert fault.remedy is not None and remedy in fault.remedy
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_capable_gpus_cpus_and_the_emulation_are_accepted(monkeypatch, recipe):
+    pretend_gpu(monkeypatch, (8, 0), None)
+    require_fp8_device(GPU, torch.float64, recipe)
+    require_fp8_device(torch.device("cpu"), BF16, recipe)
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        pretend_gpu(monkeypatch, capability, None)
+        require_fp8_device(GPU, BF16, recipe)
+
+
+def test_ranks_check_their_gpu_before_they_change_the_model(monkeypatch):
+    pretend_gpu(monkeypatch, (8, 0), None)
+    spec = load("zero1", ["precision.layout=zero16", "precision.matmul=fp8-tensorwise"]).spec
+    assert isinstance(spec.model, ModelShape)
+    module = build_model(spec.model, sequence=16)
+    rank: Any = SimpleNamespace(world=SimpleNamespace(device=GPU), spec=spec)
+    step = lower(spec).quantize
+    assert step is not None
+    with pytest.raises(SpecError, match="compute capability 89"):
+        OF_PIECES[Quantize](step, SimpleNamespace(module=module, wrapped=None), rank)
+    assert not any(isinstance(child, Float8Linear) for child in module.modules())

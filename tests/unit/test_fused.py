@@ -17,7 +17,7 @@ from ptrain.models.parting import Projections
 from ptrain.models.roles import module_roles
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.role import Role
+from ptrain.spec.placement import Role
 from ptrain.spec.spec import Spec
 from tests.models_from_outside import NANO_PLAN, conv, dropping, nano
 from tests.models_fused import GROUPED_PLAN, early, grouped, shifting

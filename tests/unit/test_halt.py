@@ -10,8 +10,8 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.queue import DeviceQueue
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
-from ptrain.train.interrupt import Interrupts
-from ptrain.train.look import DeviceSums, StepFigures
+from ptrain.train.exchange import DeviceSums, StepFigures
+from ptrain.train.rank_start import Interrupts
 from ptrain.units import leaves
 
 SMALL = (

@@ -11,7 +11,7 @@ from ptrain.calibration.bench import Bench
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import sizes_of
 from ptrain.runtime.world import World
-from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.spec.cluster import Hook, OperatorKind
 
 CPU = torch.device("cpu")
 

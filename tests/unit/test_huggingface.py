@@ -15,9 +15,9 @@ from ptrain.models.initialize import build_model, keeps_its_weights
 from ptrain.models.pretrained import ignored_fields
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.extras import require_transformers
 from ptrain.spec.load import load
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
+from ptrain.spec.spec import require_transformers
 from tests.published import PUBLISHED
 
 transformers = pytest.importorskip("transformers")

@@ -19,9 +19,9 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
 from ptrain.train import session
+from ptrain.train.exchange import HostStepCheck, StepFigures
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import Journal, StepReport
-from ptrain.train.look import HostStepCheck, StepFigures
 
 CPU = torch.device("cpu")
 

@@ -48,6 +48,17 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         ("zero3", ("unit=sub-block", "activations=M")),
         ("pp-1f1b", ("model.layers=13", "activations=M")),
         pytest.param("pp-1f1b", ("model.layers=13", "model.tied=true"), marks=nightly),
+        ("pp-1f1b", ("mesh.pp=4", "model.layers=11", "pipeline.schedule=zero-bubble")),
+        pytest.param("pp-1f1b", ("mesh.pp=4", "model.layers=9", "activations=O"), marks=nightly),
+        pytest.param(
+            "pp-1f1b",
+            (
+                *(EXPERTS, "model.layers=10", "model.dense_layers=1"),
+                *("pipeline={schedule: dualpipev}", "batch.global=32"),
+                *("mesh={pp: 2, ep: 2}", "placement={pp: pp-1f1b, ep: zero3}"),
+            ),
+            marks=nightly,
+        ),
         ("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full")),
         ("zero3", (EXPERTS, "model.capacity_factor=1.5")),
         ("zero3", (EXPERTS, *OVER_EXPERTS, "activations=M", "model.dense_layers=1")),

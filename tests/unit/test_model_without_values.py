@@ -24,8 +24,8 @@ from ptrain.models.initialize import ModuleWeights
 from ptrain.models.meta import NeedsValuesError, build_on_meta
 from ptrain.models.window import full_window, narrow_to_window, split_window
 from ptrain.runtime.world import World
-from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
+from ptrain.spec.model import UserFunction
 from ptrain.spec.spec import Spec
 from tests.models_from_folder import build, save_decoder
 from tests.unit.test_windows_of_weights import random_window

@@ -18,7 +18,7 @@ from ptrain.models.roles import module_roles
 from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.role import Role, Roles
+from ptrain.spec.placement import Role, Roles
 from ptrain.spec.spec import Spec
 from tests.models_external import PAIRS_PLAN, ours, pairs
 from tests.unit.test_huggingface import CONFIG, NEOX

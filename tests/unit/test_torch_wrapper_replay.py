@@ -22,7 +22,7 @@ from ptrain.axes.data.run.flat_target import ZeroRedundancyUpdate
 from ptrain.cost import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import in_flight
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.tape import Account, Tape
 from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.internals.fsdp2 import parameter_groups
@@ -286,7 +286,7 @@ def test_autograd_takes_or_clones_a_gradient_as_replayed(is_named: bool):
     assert leaf.grad is not None
     is_stolen = leaf.grad.untyped_storage().data_ptr() == storages[0]
     gradient = Complete("leaf", 20, cloned=is_named)
-    assert autograd.kept_bytes(gradient) == (0 if is_stolen else 20), (
+    assert wrapping.kept_bytes(gradient) == (0 if is_stolen else 20), (
         f"{CHANGED}AccumulateGrad takes over"
     )
     assert is_stolen is not is_named, f"{CHANGED}AccumulateGrad takes over"

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ptrain.internals.part import replace_attributes
-from ptrain.models.ledger import OfStorages, storage_of
-from ptrain.models.watch import add_listeners, watch_modules
+from ptrain.models.ledger import OfStorages, add_listeners, storage_of, watch_modules
 
 
 class Raising(nn.Module):

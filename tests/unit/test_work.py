@@ -31,10 +31,10 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import fake_world
+from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.traces.facts import read_facts
 from ptrain.traces.layer_works import pass_work
 from ptrain.traces.record import Recorder

@@ -37,9 +37,8 @@ from ptrain.errors import refused
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
-from ptrain.models.ledger import OfStorages, has_tier, storage_of
+from ptrain.models.ledger import OfStorages, has_tier, is_recomputing, storage_of
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import is_recomputing
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope

@@ -25,7 +25,7 @@ from typing import NamedTuple, assert_never
 
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.batch import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
@@ -175,6 +175,12 @@ def factor_of(spec: Spec) -> Factor | None:
     return next((f for f in spec.factors if f.axis is Axis.CP and f.degree > 1), None)
 
 
+def has_ring(spec: Spec) -> bool:
+    """Return True if several ranks of cp pass keys and values along a ring, or gather them."""
+    factor = factor_of(spec)
+    return factor is not None and split_degree(attention_of(spec), factor.degree)[1] > 1
+
+
 def attention_of(spec: Spec) -> ContextAttention | Hybrid:
     """Return the attention of a spec.
 
@@ -295,9 +301,11 @@ def held_tokens(spec: Spec) -> int:
     ignored.
     """
     degree, sequence = spec.degree(Axis.CP), spec.batch.sequence
-    if degree > 1:
-        return 2 * (sequence // degree)
-    return (sequence + 1) * (2 if spec.ignores_targets else 1)
+    return (
+        2 * (sequence // degree)
+        if degree > 1
+        else (sequence + 1) * (2 if spec.ignores_targets else 1)
+    )
 
 
 def held_buffers(spec: Spec, buffers: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:

@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ptrain.axes.context.attention import attention_of, factor_of, split_degree
+from ptrain.axes.context.attention import attention_of, factor_of, has_ring, split_degree
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.spec.batch import PADDED, token_multiple
+from ptrain.spec.batch import PADDED, ContextAttention, Hybrid, token_multiple
 from ptrain.spec.block import Positions
-from ptrain.spec.context import ContextAttention, Hybrid
-from ptrain.spec.dials import Compiled
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
@@ -371,24 +369,16 @@ def _position_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _compile_faults(spec: Spec) -> Iterator[Fault]:
-    factor, attention = factor_of(spec), attention_of(spec)
-    if factor is None or spec.compile is Compiled.NONE:
+    # Next to a ring, programs have no attention, and masks are drawn outside of them.
+    is_in_program = factor_of(spec) is not None and not has_ring(spec)
+    if not spec.compile.has_blocks or not is_in_program:
         return
-    if split_degree(attention, factor.degree)[1] > 1:
-        yield Fault(
-            place="context.attention",
-            finding=(
-                f"not supported yet with compile=block: {attention}, whose passes along the ring "
-                "torch.compile does not read"
-            ),
-            remedy="Use `context.attention=ulysses`, or use `compile=none`.",
-        )
-    elif isinstance(spec.model, ModelShape) and spec.model.has_dropout:
+    if isinstance(spec.model, ModelShape) and spec.model.has_dropout:
         yield Fault(
             place="model.dropout",
             finding=(
-                "not supported yet with compile=block: dropout over cp, whose masks are sliced "
-                "by hooks within a block"
+                f"not supported yet with compile={spec.compile}: dropout over cp, whose masks "
+                "are sliced by hooks within a block"
             ),
             remedy="Use `model.dropout=0`, or use `compile=none`.",
         )

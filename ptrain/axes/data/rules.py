@@ -24,9 +24,8 @@ from ptrain.errors import Fault
 from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.dials import GradientSync, UnitKind
-from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import (
     CUT,
     DATA_AXES,
@@ -123,9 +122,11 @@ _TUPLES = (
 
 def _to_gathered(mode: Mode) -> Mode:
     """Return S as S* on the same tier, and any other mode unchanged."""
-    if mode.distribution is not Distribution.SHARDED:
-        return mode
-    return replace(mode, distribution=Distribution.GATHERED)
+    return (
+        mode
+        if mode.distribution is not Distribution.SHARDED
+        else replace(mode, distribution=Distribution.GATHERED)
+    )
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
-from ptrain.spec.role import Role, Roles, matches_pattern
+from ptrain.spec.placement import S_STAR, Axis, Placement, R, Role, Roles, S, matches_pattern
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 

@@ -18,8 +18,7 @@ from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED
 from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Axis, R, S
-from ptrain.spec.role import Role
+from ptrain.spec.placement import S_STAR, Axis, R, Role, S
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR

@@ -18,14 +18,14 @@ from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
 from ptrain.axes.data.fsdp2 import fsdp2_behavior, fully_shard_order, shard_dim
 from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Axis, exclude_axes
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
@@ -58,9 +58,11 @@ class UnitShards(NamedTuple):
 
     def padded_elements(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, including padding."""
-        if self.shard_dim(shape):
-            return math.prod(shape) // self.ranks
-        return padded_rows(shape, self.ranks)
+        return (
+            math.prod(shape) // self.ranks
+            if self.shard_dim(shape)
+            else padded_rows(shape, self.ranks)
+        )
 
     def local_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the rank's part of a tensor, without padding."""
@@ -296,7 +298,10 @@ class FullySharded(InPlaceUpdate):
         self.listed = [_list_tensors(unit) for unit in scene.units]
         padded = _padded_sizes(self.listed, self.shards)
         trained = [[t for t in tensors if not t.is_frozen] for tensors in self.listed]
-        moved = _moved_tensors(self.listed, self.shards)
+        moved = [
+            [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
+            for tensors, own in zip(self.listed, self.shards, strict=True)
+        ]
         self.gathers = Gathers(scene, step, self.shards, padded, moved)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
@@ -381,12 +386,12 @@ class FullySharded(InPlaceUpdate):
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
-            self.tape.add(autograd.added_bytes(gradient))
-            autograd.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
+            self.tape.add(wrapping.added_bytes(gradient))
+            wrapping.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if gradient.cloned:
-            self.tape.spike(autograd.copy_bytes(gradient))
-            self.tape.add(autograd.kept_bytes(gradient))
+            self.tape.spike(wrapping.copy_bytes(gradient))
+            self.tape.add(wrapping.kept_bytes(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
             self.tape.add(size)
@@ -568,16 +573,6 @@ def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
     return [tensors[name] for name in fully_shard_order(tuple(tensors))]
-
-
-def _moved_tensors(
-    units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
-) -> list[list[bool]]:
-    """Return True for each wrapped tensor that is not sharded by rows, by unit."""
-    return [
-        [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
-        for tensors, own in zip(units, shards, strict=True)
-    ]
 
 
 def _padded_sizes(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
-from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.ghosts.wrapping import Times, WrapContext, Wrapping, by_operator, state_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
@@ -29,10 +29,10 @@ from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
 from ptrain.runtime.ghost import Ghost, GhostRuntime, Storage
 from ptrain.runtime.interface import Shape
+from ptrain.spec.cluster import Hook, OperatorKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import ranks_over
 from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Complete
@@ -231,12 +231,12 @@ class Local(InPlaceUpdate):
     def complete(self, gradient: Complete) -> None:
         dtype = self.scene.plan.update.layout.gradients
         if self.is_first:
-            self.tape.spike(autograd.copy_bytes(gradient))
-            self.tape.add(autograd.kept_bytes(gradient))
-            autograd.time_copy(self.tape, dtype, gradient)
+            self.tape.spike(wrapping.copy_bytes(gradient))
+            self.tape.add(wrapping.kept_bytes(gradient))
+            wrapping.time_copy(self.tape, dtype, gradient)
         else:
-            self.tape.add(autograd.added_bytes(gradient))
-            autograd.time_addition(self.tape, dtype, gradient)
+            self.tape.add(wrapping.added_bytes(gradient))
+            wrapping.time_addition(self.tape, dtype, gradient)
 
     def signature(self) -> Hashable:
         return self.is_first
@@ -357,19 +357,19 @@ class Replicated(Local):
         """Accept a gradient. A full bucket is reduced while the gradient that filled it is still
         alive."""
         if gradient.cloned and self.copies:
-            self.tape.spike(autograd.copy_bytes(gradient))
+            self.tape.spike(wrapping.copy_bytes(gradient))
         dtype = self.scene.plan.update.layout.gradients
         if self.copies:
             self.tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size)
         else:
-            autograd.time_addition(self.tape, dtype, gradient)
+            wrapping.time_addition(self.tape, dtype, gradient)
         self.arrived += gradient.size
         if self.replicas.step.overlaps:
             # Buckets are reduced in order. They are filled in the order of arrival, so the next one
             # is full once its number of bytes has arrived, whichever tensors these were.
             while self.due and self.due[0] <= self.arrived:
                 self._reduce()
-        self.tape.add(autograd.added_bytes(gradient))
+        self.tape.add(wrapping.added_bytes(gradient))
 
     def after_backward(self, unit: int) -> None:
         """Reduce the remaining buckets when the root's backward ends. In a pipeline, wait for all

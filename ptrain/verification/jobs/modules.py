@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ptrain.cost import Phase
 from ptrain.errors import Fault
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
-from ptrain.models.watch import IN_PROGRAMS, is_real
+from ptrain.models.ledger import IN_PROGRAMS, is_real
 from ptrain.verification.jobs.record import ForwardCall, cuda_devices, is_recorded_forward
 from ptrain.verification.jobs.shards import FUSED, local_part
 from ptrain.verification.parts import (

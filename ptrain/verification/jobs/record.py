@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ptrain.internals.autograd import is_in_backward
-from ptrain.models.ledger import local_tensor
-from ptrain.models.watch import first_real, is_real
+from ptrain.models.ledger import first_real, is_real, local_tensor
 from ptrain.report.copies import Replica, find_differing_replicas
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
 from ptrain.verification.compare import Differences, ParameterMove

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.meters.traffic import group_of
-from ptrain.models.ledger import OperatorMode, local_tensor
-from ptrain.models.watch import first_real, is_real
+from ptrain.models.ledger import OperatorMode, first_real, is_real, local_tensor
 from ptrain.report.finding import DifferenceKind, Mismatch, RootCause, Subject
 from ptrain.verification.capture import SampleFaults
 from ptrain.verification.jobs.draws import changed_redraws

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.attention import Span, all_spans, kv_repeats, spans_at
+from ptrain.axes.context.attention import all_spans, kv_repeats, spans_at
 from ptrain.axes.context.run.rehearsal import attend_over_cp, give_positions
 from ptrain.axes.context.run.slices import (
     HopKernel,
@@ -91,14 +91,9 @@ class UlyssesCore(nn.Module):
         return wait_for(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
 
 
-def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
-    """Return the tokens of this rank, in the rank's order."""
-    return spans_at(step, mesh.coordinate(step.axis))
-
-
 def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepBatch]:
     """Return a function that selects this rank's tokens of a batch."""
-    return partial(slice_batch, spans=own_spans(step, mesh))
+    return partial(slice_batch, spans=spans_at(step, mesh.coordinate(step.axis)))
 
 
 class ContextGroups:
@@ -287,9 +282,11 @@ def _kernel_of_ring(query: Tensor, documents_BS: Tensor | None, core: RingCore) 
 def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredCore) -> Kernel:
     """Return the kernel of one pass, with the mask if there is one."""
     kernel = kernel_of(query, core.scale, is_masked=mask_B1TS is not None)
-    if mask_B1TS is None:
-        return kernel
-    return replace(kernel, arguments={**kernel.arguments, "attn_mask": mask_B1TS})
+    return (
+        kernel
+        if mask_B1TS is None
+        else replace(kernel, arguments={**kernel.arguments, "attn_mask": mask_B1TS})
+    )
 
 
 class GatheredCore(nn.Module):

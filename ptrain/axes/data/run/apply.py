@@ -37,9 +37,8 @@ from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
-from ptrain.models.ledger import local_tensor
+from ptrain.models.ledger import is_recomputing, local_tensor
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.watch import is_recomputing
 from ptrain.runtime.comm import Mesh, TaggedAllGather, TaggedReduceScatter, TagRegistry
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.job import OptimizerSpec
@@ -357,8 +356,9 @@ class FullyShardedWrap(ParameterWrap):
                 yield stored, local_tensor(part.sharded_param.detach())
                 if (between := fsdp2.post_forward_shard(part)) is not None:
                     yield State.TRANSIENT, between
-                for gradient in fsdp2.gradients(part):
-                    yield State.GRADIENTS, local_tensor(gradient)
+                yield from (
+                    (State.GRADIENTS, local_tensor(gradient)) for gradient in fsdp2.gradients(part)
+                )
         for parameter in self._local:
             yield State.PARAMETERS, local_tensor(parameter.detach())
             if parameter.grad is not None:
@@ -457,9 +457,11 @@ def stream_key(stream: Any) -> int:
 def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
     """Return the 1-d mesh of shards, or the 2-d mesh (replicate, shard)."""
     shards = mesh.submesh(step.shard_axes)
-    if not step.replicate_axes:
-        return shards
-    return concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
+    return (
+        concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
+        if step.replicate_axes
+        else shards
+    )
 
 
 def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:

@@ -40,15 +40,14 @@ from ptrain.axes.data.update import TensorsUpdate
 from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
+from ptrain.models.ledger import is_recomputing
 from ptrain.models.parting import when_left
 from ptrain.models.units import ROOT
-from ptrain.models.watch import is_recomputing
 from ptrain.optimizers.update import Scale
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.interface import OptimizerLeaf
 from ptrain.runtime.torch import TorchRuntime
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
@@ -73,9 +72,11 @@ class Hooks:
         is_again = is_recomputing()
         with torch.no_grad():
             self.unit.before_forward(is_again=is_again)
-        if is_again or not self._is_left:
-            return None
-        return when_left((args, kwargs), self._after_backward)
+        return (
+            None
+            if is_again or not self._is_left
+            else when_left((args, kwargs), self._after_backward)
+        )
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Free the unit after forward, and register hooks on the gradients of its outputs."""

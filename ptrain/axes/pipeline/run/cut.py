@@ -27,6 +27,7 @@ from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.dispatch import disable_modes
 from ptrain.models.boundary import convert_exceptions, describe_error
 from ptrain.models.chain import probe_batch
+from ptrain.models.ledger import first_real, is_real
 from ptrain.models.meta import as_meta, on_meta
 from ptrain.models.modes import (
     copied_buffers,
@@ -37,7 +38,6 @@ from ptrain.models.modes import (
 )
 from ptrain.models.objective import SampleBatch, TokenPair, objective_of
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import first_real, is_real
 from ptrain.spec.spec import Spec
 
 

@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.data.run.target import Named, NamedTarget, gradients_of
 from ptrain.axes.pipeline.catalogue import schedule_of, stages_text
-from ptrain.axes.pipeline.instructions import (
+from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
+from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
+from ptrain.axes.pipeline.schedule import Action
+from ptrain.axes.pipeline.stage_facts import (
     Instruction,
     Message,
     Receive,
@@ -34,9 +37,6 @@ from ptrain.axes.pipeline.instructions import (
     output_message,
     training_instructions,
 )
-from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
-from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
-from ptrain.axes.pipeline.schedule import Action
 from ptrain.cost import Phase, State
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.facts.stages import Chain

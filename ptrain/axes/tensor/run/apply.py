@@ -68,14 +68,14 @@ from ptrain.internals.dtensor import RANDOM
 from ptrain.internals.part import replace_attributes
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.cross_entropy import token_loss_sum
+from ptrain.models.ledger import with_first
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
-from ptrain.models.watch import with_first
 from ptrain.models.window import Window
 from ptrain.runtime.comm import TagRegistry
-from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
-from ptrain.steps.step import ChunkedLoss, Parallelize
+from ptrain.spec.placement import COLUMNS, ROWS, Role, matches_pattern
+from ptrain.steps.step import LossStep, Parallelize
 from ptrain.units import grouped
 
 
@@ -383,7 +383,8 @@ def parallelize(
         if role in COLUMNS:
             # Before the style, which takes consecutive rows for each rank.
             order.reorder(name, module)
-        between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
+        has_slices = step.is_sequence or is_within(name, routing)
+        between = Shard(SEQUENCE) if has_slices else Replicate()
         for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
             # All ranks have equal tensors already. With a source rank, torch would scatter each
             # tensor from it.
@@ -479,7 +480,7 @@ def local_loss(loss: torch.Tensor) -> torch.Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
+def loss_inside(step: LossStep, tensor: Parallelize | None) -> LossInHead:
     """Return the function that computes the loss of a chunk of tokens in the head.
 
     The logits of a chunk are all-gathered, unless they stay sharded over the vocabulary.
@@ -496,11 +497,6 @@ def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the context for a micro-batch's forward, loss and backward."""
     return nullcontext if step is None else drawn_by_rank
-
-
-def _activation_placement(step: Parallelize) -> Placement:
-    """Return the placement of the tokens between sub-blocks."""
-    return Shard(SEQUENCE) if step.is_sequence else Replicate()
 
 
 def _parallel_styles(
@@ -591,6 +587,8 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
 
 
 def _gather_logits(logits: torch.Tensor) -> torch.Tensor:
-    if not isinstance(logits, DTensor):
-        return logits
-    return logits.redistribute(placements=[Replicate()]).to_local()
+    return (
+        logits.redistribute(placements=[Replicate()]).to_local()
+        if isinstance(logits, DTensor)
+        else logits
+    )

@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from ptrain.cost import State
 from ptrain.internals.autograd import Hooks, innermost_saved_tensor_hooks
 from ptrain.models.compiled import ReadThrough
+from ptrain.models.ledger import with_first
 from ptrain.models.moe import weight_router_losses
-from ptrain.models.watch import with_first
 from ptrain.runtime.comm import TagRegistry
 
 
