@@ -535,6 +535,8 @@ def _is_looked_up(shape: ModelShape, name: str) -> bool:
 def step_family(spec: Spec) -> str:
     """Return the family of specs whose step times are comparable. Empty if no published step
     belongs to it."""
+    if spec.compile is not Compiled.NONE:
+        return ""
     has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"

@@ -15,6 +15,7 @@ as the wrap's `reach`, are therefore simulated individually.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -454,6 +455,12 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
     return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
+
+
+def without_programs(spec: Spec) -> Spec:
+    """Return the spec without compiled blocks and fp8 products, which no table covers."""
+    precision = replace(spec.precision, matmul=Matmul.NONE)
+    return replace(spec, compile=Compiled.NONE, precision=precision)
 
 
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:

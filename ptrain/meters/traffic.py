@@ -500,7 +500,7 @@ _ITEMSIZES = {
     "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 
-SHARE = 0.01  # highest cost of an optional read, as a share of the time since the last read
+SHARE = 0.002  # highest cost of an optional read, as a share of the time since the last read
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import ptrain
 from ptrain.axes.candidates import NOTHING_FIXED, FixedChoices, divisors
 from ptrain.cost import State
-from ptrain.derivation.layers import is_tabulated
+from ptrain.derivation.layers import is_tabulated, without_programs
 from ptrain.errors import refused
 from ptrain.facts.cache import read_or_cache
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
@@ -22,14 +22,12 @@ from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.cluster import OperatorKind
-from ptrain.spec.dials import Compiled
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
-from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import to_flow_yaml
 
@@ -343,8 +341,7 @@ class SearchedJob:
         source: The model or spec from which the base is loaded.
         overrides: The overrides with which it is loaded.
         written: The other choices that the spec sets.
-        stand_in: The shape that estimates use, eager and without fp8 products. None if tables cover
-            the job.
+        stand_in: The shape that estimates use, without programs. None if tables cover the job.
         margin: The fraction of a device's memory that stays free.
     """
 
@@ -371,9 +368,8 @@ class SearchedJob:
     @cached_property
     def scored(self) -> Spec:
         """The base as estimates see it."""
-        if self.stand_in is None:
-            return self.base
-        return replace(_without_programs(self.base), model=self.stand_in)
+        like = self.stand_in
+        return replace(without_programs(self.base), model=like) if like else self.base
 
     @cached_property
     def sized(self) -> Spec:
@@ -423,10 +419,8 @@ def searched_job(
             "the cluster is missing, so device memory and links are unknown",
             f"Add `--cluster` with one of {', '.join(list_files('clusters'))}, or a file.",
         )
-    if isinstance(base.model, ModelShape):
-        like = _stand_in(base, base.model)
-    else:
-        like = stand_in_of(base, read(base))
+    own = base.model
+    like = _stand_in(base, own) if isinstance(own, ModelShape) else stand_in_of(base, read(base))
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise refused(
@@ -443,24 +437,16 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     they cover neither."""
     if is_tabulated(base):
         return None
-    plain = _without_programs(base)
-    if is_tabulated(plain):
-        return shape
-    like = stand_in(shape)
-    if is_tabulated(replace(plain, model=like)):
-        return like
+    plain = without_programs(base)
+    for like in (shape, stand_in(shape)):
+        if is_tabulated(replace(plain, model=like)):
+            return like
     raise refused(
         "model",
         f"not supported yet: searching {base.name}, because every split needs a trace: no "
         "memory table covers it or a similar llama or gpt",
         "Use a preset with llama or gpt blocks, for example `llama3-8b` or `gpt3-13b`.",
     )
-
-
-def _without_programs(spec: Spec) -> Spec:
-    """Return the spec without compiled blocks and fp8 products, which no table has."""
-    precision = replace(spec.precision, matmul=Matmul.NONE)
-    return replace(spec, compile=Compiled.NONE, precision=precision)
 
 
 def said_in(

@@ -45,6 +45,7 @@ from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import AllocationMeter, named_modules
 from ptrain.simulation.replay import StepRecord, extrapolate_run
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -175,6 +176,7 @@ def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any,
 # The two configurations of PYTORCH_CUDA_ALLOC_CONF that change how segments are reserved.
 SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3  # any value: no figure depends on it
+_PROGRAMS_OF_GPUS = "a GPU's compiled programs, which Triton makes, are not simulated"
 _IN_PROGRAMS = "a compiled program does not mark the operators that it recomputes"
 # Products of both passes run in an autograd.Function, where no gradients are enabled.
 _IN_FP8 = "a recomputed fp8 product looks like one of the backward pass"
@@ -257,6 +259,13 @@ class SimulatedRank:
         return {name: steady_reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
 
 
+def _why_not_simulated(spec: Spec) -> str:
+    """Return the reason why no compiled blocks are simulated. Empty if they are, or if none is
+    compiled."""
+    is_compiled = spec.compile is not Compiled.NONE
+    return why_not_compiled(spec) or (_PROGRAMS_OF_GPUS if is_compiled and spec.is_for_cuda else "")
+
+
 def simulate(
     spec: Spec,
     rank: int = 0,
@@ -283,8 +292,8 @@ def simulate(
         PtrainError: If this version of torch is not supported, or the program cannot be built.
     """
     require_ranks(spec, [str(rank)])
-    if not rehearse and (why := why_not_compiled(spec)):
-        raise refused("compile", why, "Use `compile=none`.")
+    if not rehearse and (why := _why_not_simulated(spec)):
+        raise refused("compile", why, "Use `compile=none`, or `device=cpu`.")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.

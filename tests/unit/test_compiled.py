@@ -30,6 +30,7 @@ from ptrain.models.compiled import ReadThrough, compile_blocks
 from ptrain.models.ledger import watch_modules
 from ptrain.models.work import kernel_sizes
 from ptrain.runtime.world import fake_tensors
+from ptrain.simulation.execute import simulate
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
@@ -182,6 +183,14 @@ def test_a_compiled_step_launches_fewer_kernels_moves_fewer_bytes_and_takes_less
     assert plain.step and exact.step and exact.step.seconds < plain.step.seconds
     assert any("CPU program" in sentence for sentence in exact.step.assumed)
     assert "CPU program" in exact.unclaimed["peak"] and not plain.unclaimed
+    # No collected step was predicted from a program.
+    assert exact.step.interval is None and plain.step.interval is not None
+
+
+def test_programs_of_gpus_are_not_simulated() -> None:
+    with pytest.raises(SpecError, match="which Triton makes") as caught:
+        simulate(load("ddp", [*SMALL, "compile=block"]).spec, 0)
+    assert "device=cpu" in str(caught.value)
 
 
 @pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
