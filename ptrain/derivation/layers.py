@@ -44,9 +44,7 @@ from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
 
-Turns = tuple[
-    tuple[int, int], ...
-]  # indices of blocks, and the number of blocks that each represents
+Turns = tuple[tuple[int, int], ...]  # indices of blocks, and how many blocks each represents
 
 
 class Representatives(NamedTuple):

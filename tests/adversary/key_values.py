@@ -2,11 +2,11 @@
 numbers the lowest, the highest and some other. What the declaration says nothing executes yet is
 left out until it does.
 
-The grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each leaf
-and of each short form, so that a new key is drawn without a change here. What a schema cannot say
-stands in three tables: texts that mean something (`texts`), ranges in which a simulation takes
-seconds (LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key whose values nobody
-knows raises LookupError.
+The values are read from the grammar (`ptrain.spec.leaf.section_keys`) and the JSON Schema of each
+leaf and of each short form, so that a new key is drawn without a change here. Three tables add what
+a schema cannot state: texts with a meaning (`texts`), ranges in which a simulation takes seconds
+(LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key without known values raises
+LookupError.
 """
 
 from __future__ import annotations

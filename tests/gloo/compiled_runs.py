@@ -63,16 +63,16 @@ class Pair:
 def run_pair(eager: Spec, compiled_spec: Spec, backend: str) -> Pair:
     """Train both specs on this rank of the pool, and evaluate in between."""
     world = World.join(eager.timeout)
-    plain = _steps(eager, world)
+    plain = _run_program(eager, world)
     torch._dynamo.reset()
     options = torch._inductor.config.patch(compile_threads=1)
     with mock.patch.object(compiled, "BACKEND", backend), options:
-        return Pair(eager=plain, compiled=_steps(compiled_spec, world))
+        return Pair(eager=plain, compiled=_run_program(compiled_spec, world))
 
 
 def run_steps(spec: Spec) -> Steps:
     """Train a spec on this rank of the pool."""
-    return _steps(spec, World.join(spec.timeout))
+    return _run_program(spec, World.join(spec.timeout))
 
 
 def run_compiled(spec: Spec) -> Steps:
@@ -81,7 +81,7 @@ def run_compiled(spec: Spec) -> Steps:
         return run_steps(spec)
 
 
-def _steps(spec: Spec, world: World) -> Steps:
+def _run_program(spec: Spec, world: World) -> Steps:
     counters.clear()
     program = interpret(spec, world=world)
     source = open_corpus(spec.data)

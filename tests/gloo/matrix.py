@@ -226,7 +226,7 @@ def _widened_norms(results: Sequence[Result]) -> Iterator[str]:
     """Yield the specs whose norms needed the widened tolerance."""
     for result in results:
         for check in checks_of_kind(result.against, NORMS):
-            if check.holds and check.tolerance > FP64.of_norm(0):
+            if check.holds and check.tolerance > FP64.gradient_norms:
                 yield ""
                 yield (
                     f"`{result.spec.name}`, {placement_text(result.spec)}: a gradient norm is "

@@ -1,5 +1,5 @@
-"""Compiled blocks and losses: the steps of the plan, what is rejected by name with a fix, and the
-reasons for bytes that are not predicted."""
+"""Compiled blocks and losses: the steps of the plan, rejections with a fix, and the reasons for
+bytes that are not predicted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REFUSED_LOSSES = [
 
 
 @pytest.mark.parametrize(("name", "overrides", "place", "finding", "remedy"), REFUSED_LOSSES)
-def test_losses_that_are_not_compiled_yet_are_rejected_by_name(
+def test_losses_that_cannot_be_compiled_are_rejected_by_name(
     name, overrides, place, finding, remedy
 ):
     for word, rest in (("loss", "none"), ("all", "block")):
@@ -59,7 +59,7 @@ def test_losses_that_are_not_compiled_yet_are_rejected_by_name(
         assert not find_unsupported(load(name, [*overrides, f"compile={rest}"]).spec)
 
 
-def test_a_loss_is_compiled_where_blocks_are_not():
+def test_a_loss_is_compiled_without_blocks():
     for name in ("cp-ring", "ep"):
         assert not find_unsupported(load(name, ["compile=loss"]).spec)
     (fault,) = find_unsupported(load("zero3", ["compile=all", "unit=sub-block"]).spec)
@@ -72,7 +72,7 @@ def test_a_loss_is_compiled_where_blocks_are_not():
         assert fault.place == "pipeline.schedule"
 
 
-def compiled(name: str, *overrides: str) -> Spec:
+def compiled_spec(name: str, *overrides: str) -> Spec:
     return load(name, [*overrides, "compile=block"]).spec
 
 
@@ -154,14 +154,14 @@ def test_the_loss_is_compiled_after_the_head_is_wrapped():
     ],
 )
 def test_experts_and_rings_stay_outside_of_programs(name, overrides, part):
-    spec = compiled(name, *overrides)
+    spec = compiled_spec(name, *overrides)
     assert not check(spec) and not find_unsupported(spec)
     assert f"compile the forward pass of {part}, one program" in format_plan(spec, lower(spec))
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
     monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
-    spec = compiled("tp", "device=cuda", "cluster.preset=h100-8")
+    spec = compiled_spec("tp", "device=cuda", "cluster.preset=h100-8")
     facts = facts_from_shape(spec)
     assert facts is not None
     exact = derive(spec, facts).exact
