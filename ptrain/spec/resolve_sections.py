@@ -559,11 +559,9 @@ def resolve_folder(written: str | None, report: Findings) -> str | None:
     """Return a folder as an absolute path without symlinks, relative to the spec's folder; None if
     none is written and the spec is not a user's file."""
     home = home_of(report.tree)
-    return (
-        None
-        if home is None and written is None
-        else os.path.realpath((home or Path()) / (written or ""))
-    )
+    if home is None and written is None:
+        return None
+    return os.path.realpath((home or Path()) / (written or ""))
 
 
 def resolve_attention(text: str | None) -> Attention | None:
@@ -595,8 +593,6 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) ->
         )
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false contradicts kind fused", _ONE)
-    return (
-        LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
-        if is_cut
-        else LossSpec()
-    )
+    if not is_cut:
+        return LossSpec()
+    return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
