@@ -21,7 +21,6 @@ from ptrain.axes.data.form import (
     reduces_in_backward,
     tier_of,
     units_ahead,
-    when_gathered,
 )
 from ptrain.axes.pipeline.catalogue import make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
@@ -34,15 +33,14 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.profile import Activity, Links, PassSums, Sizes
-from ptrain.spec.cluster import Hook, OperatorKind
-from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind
+from ptrain.spec.cluster import Hook
+from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
+from ptrain.steps.wraps import REPLICAS, Form
 from ptrain.units import grouped
 
-_BESIDE_UPDATE = GatherAfterUpdate.DURING_UPDATE
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
 Mask = Sequence[bool]
@@ -274,7 +272,13 @@ class WaySeconds:
         if share:
             others = inside(degrees, sizes.shared_by)
             self._send(others, within * sizes.shared_by, self.unit * share)
-        self._copy()
+        # state on the host is copied for each use, and gradients as they are reduced
+        once = 0.5 * links.there_and_back(Tier.HOST) * self.unit
+        if way.is_brought and not way.is_near(_THETA):
+            self.gather += once * self.held / way.parts(_THETA, degrees)
+        if not way.is_near(_GRADS):
+            self.reduce += once * layout.gradients.itemsize / way.parts(_GRADS, degrees)
+        self._hook()
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
@@ -309,17 +313,10 @@ class WaySeconds:
         else:
             self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced) + copies
 
-    def _copy(self) -> None:
-        """Add the copies of a unit that is all-gathered or reduced, and the time of hooks."""
-        way, operator, pace = self.way, self.links.operator, self.links.pace
+    def _hook(self) -> None:
+        """Add the time of hooks."""
+        way, pace = self.way, self.links.pace
         is_flat = way.form is Form.FLAT
-        self.unpack = self.pack = self.add = 0.0
-        size = 2 * self.unit
-        if way.form in BY_TENSOR:
-            self.unpack = way.is_brought * operator(OperatorKind.COPY, size * self.held)
-            self.pack = operator(OperatorKind.COPY, size * self.reduced)
-        if way.form not in BY_TENSOR or way.is_late:
-            self.add = operator(OperatorKind.POINTWISE, 3 * self.unit * self.held)
         gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
         reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
         if way.form in REPLICAS:
@@ -357,9 +354,8 @@ class WaySeconds:
         gathers = 1 if way.keeps_backward else number
         again = 0 if way.keeps_forward else number
         reduces = 1 if way.is_late else number
-        copies = (gathers + again) * self.unpack + reduces * self.pack + (number - 1) * self.add
         sent = (gathers + again) * self.gather + reduces * self.reduce
-        waits = (copies + sent) * every + number * flow.moving
+        waits = sent * every + number * flow.moving
         if way.overlaps and pace.overlaps:
             beside, apart = 0.0, reduces * self.reduce
             if way.ahead:
@@ -377,10 +373,7 @@ class WaySeconds:
         # communication of the passes.
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
-        spread = self.spread * every
-        if pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is _BESIDE_UPDATE:
-            spread = max(self.spread, spread - update)
-        seconds += update + held * self.copied + self.finish * every + spread
+        seconds += update + held * self.copied + (self.finish + self.spread) * every
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]

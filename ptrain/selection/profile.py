@@ -19,14 +19,14 @@ from ptrain.derivation.estimate import fullest_alone
 from ptrain.derivation.interconnect import Network, host_seconds
 from ptrain.derivation.tape import COPIES
 from ptrain.derivation.tensor import local_units
-from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitFacts
+from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, UnitFacts
 from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import STAGES, kept_so, without_experts
 from ptrain.spec.activations import PLAIN, ActivationMode, Scope
-from ptrain.spec.cluster import Hook, OperatorKind
+from ptrain.spec.cluster import Hook
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Tier
@@ -301,7 +301,7 @@ _COPIED = 2**24  # bytes of a copy from which the rate is read: at 16 MiB latenc
 
 
 class Links:
-    """Cached seconds of collectives, copies, operators and updates on a cluster.
+    """Cached seconds of collectives, copies and updates on a cluster.
 
     `is_nominal`: the rates are declared, not measured.
     """
@@ -315,9 +315,6 @@ class Links:
         layout = base.precision.effective_layout
         update = partial(pace.update_seconds, base.optimizer.name, layout)
         self.update = cache(lambda number, tensors: update(elements=number, tensors=tensors))
-        self._operators = cache(
-            lambda kind, size: pace.operator_seconds(Operator(kind, layout.parameters, (size,)))
-        )
 
     def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
         """Return the seconds of a collective over ranks that are `stride` apart; `payload` in
@@ -326,10 +323,6 @@ class Links:
             return 0.0
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
-
-    def operator(self, kind: OperatorKind, size: float) -> float:
-        """Return the seconds of an operator on `size` bytes in the compute dtype."""
-        return self._operators(kind, int(size))
 
     @property
     def interference(self) -> float:

@@ -172,17 +172,15 @@ def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
 
 def _kept(kept: ActivationMode, policy: Policy | None) -> ActivationMode:
     """Return a way to keep activations, with its policy replaced if it has one."""
-    if kept.policy is None:
-        return kept
-    return PLAIN if policy is None else replace(kept, policy=policy)
+    changed = PLAIN if policy is None else replace(kept, policy=policy)
+    return kept if kept.policy is None else changed
 
 
 def _plain(factor: Factor) -> Factor:
     """Return a data factor with R instead of M activations."""
     is_m = factor.placement.activations.distribution is M.distribution
-    if factor.axis not in DATA_AXES or not is_m:
-        return factor
-    return factor._replace(placement=replace(factor.placement, activations=R))
+    plain = factor._replace(placement=replace(factor.placement, activations=R))
+    return plain if is_m and factor.axis in DATA_AXES else factor
 
 
 def _name(spec: Spec) -> str:

@@ -109,7 +109,7 @@ class EqualLayers:
         return tuple((kind, min(len([*row]), most)) for kind, row in groupby(self.kinds))
 
     @property
-    def _places(self) -> Turns:
+    def _played_places(self) -> Turns:
         return played_places(self.kinds, len(self.kinds) if self.runs_all else 1)
 
     @property
@@ -117,7 +117,7 @@ class EqualLayers:
         """The layers that run."""
         return tuple(
             name
-            for place, times in self._places
+            for place, times in self._played_places
             for name in self.layers[place : place + min(times, 2)]
         )
 
@@ -147,7 +147,7 @@ class EqualLayers:
             parts: The parts of the layers that ran, in order.
         """
         left, of_all = iter(parts), list[X]()
-        for _, times in self._places:
+        for _, times in self._played_places:
             part = next(left)
             assert times == 1 or part == next(left), "equal layers run different operators"
             of_all += [part] * times
@@ -267,7 +267,7 @@ class TracedLayers:
         if layers.layers == self.layers.run_layers:
             return own
         if layers.runs_all:
-            return self._renamed(own, layers)
+            return self._rename_layers(own, layers)
         enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
         again = _sent_again(self.recording, self._boundaries(begin))
         return type(own)(
@@ -277,16 +277,16 @@ class TracedLayers:
             repeated=tuple(chain(*self._all(again, begin, layers))),
         )
 
-    def _renamed(self, own: T, layers: EqualLayers) -> T:
+    def _rename_layers(self, own: T, layers: EqualLayers) -> T:
         """Return a timeline with the names of other layers, all of which run."""
         names = dict(zip(self.layers.layers, layers.layers, strict=True))
 
-        def renamed(item: Any) -> Any:
+        def rename_item(item: Any) -> Any:
             layer = next((name for name in names if is_within(item.parameter, (name,))), "")
             return item._replace(parameter=names.get(layer, "") + item.parameter[len(layer) :])
 
         forward, backward = (
-            tuple(renamed(item) if isinstance(item, Complete) else item for item in items)
+            tuple(rename_item(item) if isinstance(item, Complete) else item for item in items)
             for items in (own.forward, own.backward)
         )
         return own._replace(forward=forward, backward=backward)

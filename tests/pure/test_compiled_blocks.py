@@ -78,7 +78,7 @@ def compiled_spec(name: str, *overrides: str) -> Spec:
 
 @pytest.mark.parametrize(("name", "overrides", "place", "finding"), REFUSED)
 def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, finding):
-    spec = compiled(name, *overrides)
+    spec = compiled_spec(name, *overrides)
     assert not check(spec)
     (fault,) = find_unsupported(spec)
     assert fault.place == place and finding in fault.finding
@@ -121,7 +121,7 @@ def test_without_a_compiler_the_peak_is_unknown_and_a_run_is_rejected(tmp_path):
 
 
 def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
-    spec = compiled("zero3", "activations=M")
+    spec = compiled_spec("zero3", "activations=M")
     plan = lower(spec)
     kinds = [type(step) for step in plan.steps]
     assert kinds.index(Keep) + 1 == kinds.index(Compile) == kinds.index(type(plan.wrap)) - 1
