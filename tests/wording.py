@@ -357,7 +357,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/derivation": 39,
     "ptrain/facts": 25,
     "ptrain/internals": 34,
-    "ptrain/interpreter": 27,
+    "ptrain/interpreter": 28,
     "ptrain/meters": 32,
     "ptrain/models": 28,
     "ptrain/optimizers": 45,
@@ -369,7 +369,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/simulation": 32,
     "ptrain/spec": 22,
     "ptrain/steps": 23,
-    "ptrain/traces": 28,
+    "ptrain/traces": 29,
     "ptrain/train": 35,
     "ptrain/verification": 33,
 }
