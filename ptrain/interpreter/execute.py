@@ -216,6 +216,8 @@ def _compute_loss_in_head(step: LossStep, piece: ModelPart, rank: Construction) 
         step,
         "the head is not wrapped yet, so its weights would not be all-gathered",
     )
+    # Hooks of units and of the head's wrapper are outside of the program: it is made of the head's
+    # forward pass, which they surround.
     if isinstance(step, CompiledLoss):
         _require_compiler(rank)
     if not rank.loss.is_inside:

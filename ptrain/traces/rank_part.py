@@ -540,6 +540,7 @@ class RankPart:
         DTensor computes an operator's sharding on tensors when it first runs, which would be
         recorded. `learn` runs the same operators on few layers, within `few`.
         """
+        # The first run of a program compiles it on tensors, which would be recorded too.
         has_program = self.compiled or isinstance(self.loss, CompiledLoss)
         if (self.mesh or self.experts or has_program) and not self.has_learnt:
             with few():

