@@ -147,13 +147,13 @@ class ProgramKernel(NamedTuple):
     """A run of a fused kernel of a generated program.
 
     Attributes:
-        read: The tensors that it reads.
-        written: The tensors that it writes; tensors that it changes in place are in both.
+        inputs: The tensors that it reads.
+        outputs: The tensors that it writes; tensors that it changes in place are in both.
         source: Its source code.
     """
 
-    read: Sequence[torch.Tensor]
-    written: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
     source: str
 
 
@@ -162,7 +162,7 @@ _observers: list[NoteKernel] = []
 
 
 @contextmanager
-def seen_kernels(note: NoteKernel) -> Iterator[None]:
+def observe_kernels(note: NoteKernel) -> Iterator[None]:
     """Temporarily call `note` with each run of a silent kernel; None if its arguments are
     unknown."""
     _observers.append(note)
@@ -183,16 +183,16 @@ class _SilentKernel:
         self._types, self._source = types, source
         self._in_place = len(set(re.findall(r"\bin_out_ptr\d+", source)))
 
-    def __call__(self, *given: Any) -> None:
-        read, written = [], []
-        for place, (kind, argument) in enumerate(zip(self._types, given, strict=True)):
+    def __call__(self, *arguments: Any) -> None:
+        inputs, outputs = [], []
+        for place, (kind, argument) in enumerate(zip(self._types, arguments, strict=True)):
             if isinstance(argument, torch.Tensor):  # others are sizes
                 if kind.startswith("const") or place < self._in_place:
-                    read.append(argument)
+                    inputs.append(argument)
                 if not kind.startswith("const"):
-                    written.append(argument)
+                    outputs.append(argument)
         for note in _observers:
-            note(ProgramKernel(read, written, self._source))
+            note(ProgramKernel(inputs, outputs, self._source))
 
 
 class _UnknownKernel:

@@ -242,7 +242,7 @@ _KERNEL_KINDS = {
 def kernel_sizes(kernel: ProgramKernel) -> OperatorSizes:
     """Return the computation of a fused kernel, which reads and writes each argument once."""
     kinds = (kind for kind, code in _KERNEL_KINDS.items() if code.search(kernel.source))
-    tensors = (*kernel.written, *kernel.read)
+    tensors = (*kernel.outputs, *kernel.inputs)
     sizes, dtypes = zip(*map(_tensor_bytes, tensors), strict=True)
     dtype = next((dtype for dtype in dtypes if dtype is not None), _WIDE)
     return OperatorSizes(next(kinds, OperatorKind.POINTWISE), dtype, sizes, dtypes)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
-from ptrain.internals.compiled import ProgramKernel, is_buffer, seen_kernels
+from ptrain.internals.compiled import ProgramKernel, is_buffer, observe_kernels
 from ptrain.models.ledger import (
     Ledger,
     is_recomputing,
@@ -93,7 +93,7 @@ class Recorder(Ledger):
         self._hooks = ExitStack()
         watch = watch_modules(model.named_modules(), is_first=True)
         self._running = self._hooks.enter_context(watch)  # forward, outermost first
-        self._hooks.enter_context(seen_kernels(self._note_kernel))
+        self._hooks.enter_context(observe_kernels(self._note_kernel))
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             self.watch(tensor)
         for tensor in (*model.parameters(), *inputs):

@@ -22,7 +22,7 @@ from ptrain.internals.compiled import (
     ProgramKernel,
     _SilentKernel,
     _UnknownKernel,
-    seen_kernels,
+    observe_kernels,
     silent_programs,
 )
 from ptrain.models import compiled
@@ -132,13 +132,13 @@ def test_a_kernel_reads_and_writes_each_argument_once() -> None:
     kernels: list[ProgramKernel | None] = []
     changed, given, made = torch.zeros(2), torch.zeros(4, 8), torch.zeros(8, dtype=torch.bfloat16)
     kernel = _SilentKernel(["float*", "const float*", "bfloat16*", "const int64_t"], KERNEL)
-    with seen_kernels(kernels.append):
+    with observe_kernels(kernels.append):
         kernel(changed, given, made, 3)
         _UnknownKernel("triton").run(made)
     kernel(changed, given, made, 3)
     run, unknown = kernels
     assert unknown is None and run is not None
-    assert [*run.read] == [changed, given] and [*run.written] == [changed, made]
+    assert [*run.inputs] == [changed, given] and [*run.outputs] == [changed, made]
     sizes = kernel_sizes(run)
     assert sizes.kind is OperatorKind.NORM and sizes.dtype is DType.FP32
     assert sizes.operator.dimensions == (2 * 8 + 128 + 16,)
