@@ -43,7 +43,7 @@ def if_known(find: Callable[[], tuple[bool, str]]) -> Callable[[], Said]:
 
 def exposed(timed: StepTime, axis: str) -> float:
     """Return the share of a step in which a rank waits for the collectives of an axis."""
-    return timed.exposed().get((axis,), 0.0) / timed.seconds
+    return timed.exposed_seconds().get((axis,), 0.0) / timed.seconds
 
 
 @if_known
@@ -90,7 +90,9 @@ def _across_nodes() -> tuple[bool, str]:
     figures = []
     for node in (8, 4, 1):
         timed = step("8b-tp", f"cluster.devices_per_node={node}")
-        figures.append((node, exposed(timed, "tp"), timed.spent(Spent.COMPUTE) / timed.seconds))
+        figures.append(
+            (node, exposed(timed, "tp"), timed.seconds_in(Spent.COMPUTE) / timed.seconds)
+        )
     text = ", ".join(
         f"nodes of {node}: {waits:.0%} waits, {computes:.0%} computes"
         for node, waits, computes in figures
@@ -127,7 +129,7 @@ def _selective() -> tuple[bool, str]:
 @if_known
 def _bubble_in_seconds() -> tuple[bool, str]:
     timed = step("70b-3d")
-    share = timed.spent(Spent.BUBBLE) / timed.seconds
+    share = timed.seconds_in(Spent.BUBBLE) / timed.seconds
     ideal = 3 / (16 + 3)  # 4 stages, 16 micro-batches
     return is_near(
         share, ideal

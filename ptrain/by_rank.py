@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol, Self, TypeVar, overload
 
-from ptrain.units import summed
+from ptrain.units import sum_by_key
 
 
 class OfRank(Protocol):
@@ -40,7 +40,7 @@ class ByRank(Sequence[RowT]):
     def __repr__(self) -> str:
         return repr(tuple(self))
 
-    def and_then(self, other: ByRank[RowT]) -> ByRank[RowT]:
+    def extend(self, other: ByRank[RowT]) -> ByRank[RowT]:
         """Return the rows of `self`, followed by the rows of `other`.
 
         Args:
@@ -80,7 +80,7 @@ class ByRank(Sequence[RowT]):
                 for row in kinds[kind]:
                     yield row.of_rank(rank)
 
-    def unranked(self, ranks: Iterable[int] | None = None) -> Iterator[RowT]:
+    def distinct_values(self, ranks: Iterable[int] | None = None) -> Iterator[RowT]:
         """Yield the rows of each kind once, under the rank number that they are stored with.
 
         Args:
@@ -167,7 +167,7 @@ def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
     return rows.distinct() if isinstance(rows, ByRank) else rows
 
 
-def unranked(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iterable[RowT]:
+def distinct_values(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iterable[RowT]:
     """Like `distinct`, for figures that do not depend on the rank number.
 
     Args:
@@ -175,7 +175,7 @@ def unranked(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iter
         ranks: Only return rows of these ranks, or of their kinds. None: all ranks.
     """
     if isinstance(rows, ByRank):
-        return rows.unranked(ranks)
+        return rows.distinct_values(ranks)
     return rows if ranks is None else (row for row in rows if row.rank in ranks)
 
 
@@ -219,4 +219,4 @@ def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:
     """
     if isinstance(rows, ByRank):
         return rows.totals(size)
-    return list(summed((row.rank, size(row)) for row in rows).values())
+    return list(sum_by_key((row.rank, size(row)) for row in rows).values())

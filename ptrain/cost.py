@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ptrain.by_rank import of_ranks, unranked
+from ptrain.by_rank import distinct_values, of_ranks
 from ptrain.codec import FLAT, RARE
-from ptrain.units import summed
+from ptrain.units import sum_by_key
 from ptrain.word import Word
 from ptrain.wording import Worded
 
@@ -353,7 +353,7 @@ class StepTime(NamedTuple):
         """The seconds of the step."""
         return sum(row.seconds for row in self.rows)
 
-    def spent(self, spent: Spent) -> float:
+    def seconds_in(self, spent: Spent) -> float:
         """Return the seconds in one category.
 
         Args:
@@ -376,14 +376,16 @@ class StepTime(NamedTuple):
         rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
         return sum(row.seconds for row in rows if row.key.phase is phase)
 
-    def exposed(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
+    def exposed_seconds(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
         """Return the seconds by mesh axes in which a rank only waits for collectives.
 
         Args:
             idle: Include the pipeline bubble, in which a rank waits for messages of other ranks.
         """
         waits = (Spent.COLLECTIVES, *[Spent.BUBBLE] * idle)
-        return summed((row.key.axes, row.seconds) for row in self.rows if row.key.spent in waits)
+        return sum_by_key(
+            (row.key.axes, row.seconds) for row in self.rows if row.key.spent in waits
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,7 +450,7 @@ class Estimate(Worded):
         Returns:
             Bytes on the device, or None.
         """
-        return max((row.device_bytes for row in unranked(self.peak)), default=None)
+        return max((row.device_bytes for row in distinct_values(self.peak)), default=None)
 
     def lower_peak_bytes(self) -> int | None:
         """Return the lower bound of the largest peak; `peak_bytes` unless it depends on data.
@@ -456,7 +458,7 @@ class Estimate(Worded):
         Returns:
             Bytes on the device, or None if no peak is known.
         """
-        return max(map(lower_bytes, unranked(self.peak)), default=None)
+        return max(map(lower_bytes, distinct_values(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Return the device bytes of a state on a rank. None: the maximum over the ranks.
@@ -468,7 +470,7 @@ class Estimate(Worded):
         Returns:
             Bytes on the device.
         """
-        rows = unranked(self.memory, None if rank is None else {rank})
+        rows = distinct_values(self.memory, None if rank is None else {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 

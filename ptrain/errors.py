@@ -63,7 +63,7 @@ class SpecError(PtrainError):
         super().__init__("\n".join(str(fault) for fault in faults))
 
 
-def refused(place: str, finding: str, remedy: str = "") -> SpecError:
+def input_error(place: str, finding: str, remedy: str = "") -> SpecError:
     """Return the error for one mistake outside a spec file: an option, a folder or a data file.
 
     Args:
@@ -72,7 +72,7 @@ def refused(place: str, finding: str, remedy: str = "") -> SpecError:
         remedy: The fix, with text to paste in the syntax that was typed.
 
     Example:
-        >>> print(refused("--to", "out already exists", "Use the name of a new folder."))
+        >>> print(input_error("--to", "out already exists", "Use the name of a new folder."))
         error: --to: out already exists
           remedy: Use the name of a new folder.
     """
@@ -96,7 +96,7 @@ def library(name: str, place: str, use: str) -> Any:
         return __import__(name)
     except ImportError as error:
         finding = f"{use}, which is not installed"
-        raise refused(place, finding, f"Run `pip install {name.partition('.')[0]}`.") from error
+        raise input_error(place, finding, f"Run `pip install {name.partition('.')[0]}`.") from error
 
 
 class DoesNotFit(PtrainError):

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE, VERSION
 
 
@@ -49,7 +49,7 @@ def require_torch() -> None:
     version = torch_version()
     if (version or find_spec("torch") is None) and not runs_with(version):
         state = f"{version} is installed" if version else "is not installed"
-        raise refused(
+        raise input_error(
             "torch",
             f"{state}; ptrain needs {TORCH_RANGE}",
             f"Run `pip install 'torch{TORCH_RANGE}'`.",
@@ -62,11 +62,11 @@ def runs_with(torch: str) -> bool:
     Local versions (`+cpu`) are ignored. Pre-releases of either bound, and texts that are no
     version, are outside the range.
     """
-    first, refused = (_minor_version(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
+    first, limit = (_minor_version(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
     minor = _minor_version(torch)
     # pip sorts a pre-release before its release, hence below the first bound.
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)
-    return first <= minor < refused and not is_early
+    return first <= minor < limit and not is_early
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.codec import encode
-from ptrain.errors import PtrainError, RankFailed, VerdictFailed, refused
+from ptrain.errors import PtrainError, RankFailed, VerdictFailed, input_error
 from ptrain.installed import require_torch
 from ptrain.train import environment
 from ptrain.train.failure import launch_ranks
@@ -90,7 +90,7 @@ def on_ranks(
         RankFailed: A rank failed, or the timeout expired.
     """
     if num_ranks < 1:
-        raise refused("num_ranks", f"got {num_ranks}", "1 or more")
+        raise input_error("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()
     with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
         (Path(folder) / "logs").mkdir(mode=0o700)  # `launch_ranks` expects it in a run folder
@@ -150,7 +150,7 @@ def _qualified_name(function: Callable[..., Any]) -> str:
     """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
-        raise refused(
+        raise input_error(
             "function",
             f"a rank cannot import {name or function!r} from {module or 'this program'}",
             "Define the function at the top level of an importable module (no lambda, no "
@@ -262,7 +262,7 @@ def _import_function(target: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise refused(
+        raise input_error(
             "function",
             f"a rank cannot import {module}: no module named {error.name!r}",
             "Put its folder on the path of the tests.",

@@ -49,7 +49,7 @@ class Run(NamedTuple):
     rise: int
     net: int
 
-    def then(self, other: Run) -> Run:
+    def followed_by(self, other: Run) -> Run:
         """Return this run followed by another as one run."""
         return Run(max(self.rise, self.net + other.rise), self.net + other.net)
 

@@ -86,11 +86,11 @@ def format_count(number: int | float) -> str:
     return f"{number:.3g}"
 
 
-def counted(number: int, noun: str) -> str:
+def with_noun(number: int, noun: str) -> str:
     """Return a number and its noun.
 
     Example:
-        >>> counted(1, "stage"), counted(2, "stage"), counted(3, "micro-batch")
+        >>> with_noun(1, "stage"), counted(2, "stage"), counted(3, "micro-batch")
         ('1 stage', '2 stages', '3 micro-batches')
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
@@ -107,7 +107,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
-def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+def group_by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
     """Group pairs by key. Keys and values keep the order of the pairs."""
     values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
@@ -115,13 +115,13 @@ def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
     return values
 
 
-def summed(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
+def sum_by_key(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
     """Return the sum of the values of each key, added from left to right.
 
     Since Python 3.12 `sum` compensates rounding errors of floats, so its result differs between
     versions.
     """
-    return {key: reduce(add, values) for key, values in grouped(pairs).items()}
+    return {key: reduce(add, values) for key, values in group_by_key(pairs).items()}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from tests.models_external import Necks
 
 Change = Callable[[Tensor], Any]
@@ -89,7 +89,7 @@ def raises(error: str) -> None:
 
 def refuses() -> None:
     """Raise ptrain's error with the reason."""
-    raise refused("model.arguments", "too wide")
+    raise input_error("model.arguments", "too wide")
 
 
 class Unplanned(Necks):

@@ -57,7 +57,7 @@ from ptrain.spec.placement import Axis, Role, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # so few features that the operators' computation is negligible
 _HOOK_SAMPLES, _TOKENS, _FEATURES = 1, 4, 16
@@ -437,7 +437,7 @@ class _OperatorRecorder(OperatorMode):
 def measure_host_passes(bench: Bench, _: Points) -> Rows:
     """Yield the seconds per operator of each hook, the mean of both model families."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
-    seconds = grouped(
+    seconds = group_by_key(
         (passes.hook, seconds_of(bench, passes))
         for shape in _SHAPES
         for passes in host_passes(shape, bench.device)

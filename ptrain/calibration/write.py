@@ -23,7 +23,7 @@ from typing import Any
 from ptrain.codec import decode
 from ptrain.commands import add_arguments
 from ptrain.cost import Collective
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
@@ -77,7 +77,7 @@ def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
         SpecError: A number is out of range.
     """
     if not 0 < arguments.seconds < math.inf:
-        raise refused(
+        raise input_error(
             "--seconds",
             f"must be greater than 0; got {arguments.seconds:g}",
             "Use `--seconds 100`.",
@@ -116,14 +116,14 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         return ()
     words = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d{0,3}", word.strip()) for word in words):
-        raise refused(
+        raise input_error(
             "--ranks",
             f"{text!r} is not a list of numbers",
             f"Use numbers from 1 to {MOST_RANKS}, such as `--ranks 1,2,4`.",
         )
     ranks = tuple(sorted({int(word) for word in words}))
     if ranks[-1] > MOST_RANKS:
-        raise refused(
+        raise input_error(
             "--ranks",
             f"{ranks[-1]} ranks",
             f"Use at most {MOST_RANKS}, the limit of ranks on one machine.",
@@ -215,17 +215,17 @@ def require_writable(options: CalibrationOptions) -> None:
     """
     out = options.out
     if not out.parent.is_dir():
-        raise refused(
+        raise input_error(
             "--out",
             f"{out}: the folder {out.parent} does not exist",
             f"Run `mkdir -p {out.parent}` first.",
         )
     if out.is_dir():
-        raise refused("--out", f"{out} is a folder", "Use a file in this folder.")
+        raise input_error("--out", f"{out} is a folder", "Use a file in this folder.")
     if not os.access(out.parent, os.W_OK):
-        raise refused("--out", f"{out} is not writable", "Use another file.")
+        raise input_error("--out", f"{out} is not writable", "Use another file.")
     if out.exists() and not options.force and not _rates_source(out).startswith(CALIBRATED):
-        raise refused(
+        raise input_error(
             "--out",
             f"{out} exists and was not written by a calibration",
             "Use another file, or add `--force`.",
@@ -289,7 +289,7 @@ def report_rates(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> 
     else:
         print(*_table_lines(parts, cluster.rates), sep="\n")
     if not is_written:
-        raise refused(
+        raise input_error(
             "calibrate",
             f"repeated measurements differ by {widest:.0%} in the median, more than "
             f"{MOST_SPREAD:.0%}: other processes use this machine; no file was written",
@@ -310,7 +310,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     try:
         write_text(path, head + to_yaml(section_mapping(cluster)))
     except OSError as error:
-        raise refused("--out", f"{path} is not writable: {error.strerror}") from None
+        raise input_error("--out", f"{path} is not writable: {error.strerror}") from None
 
 
 def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
@@ -503,7 +503,7 @@ def _require_idle_machine() -> None:
     """
     busy, available = busy_cores(), cores()
     if busy > _BUSY * available:
-        raise refused(
+        raise input_error(
             "calibrate",
             f"other processes use {busy:.1f} of {available} cores; nothing was measured",
             "Stop the other processes, or add `--force`.",

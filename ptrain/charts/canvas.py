@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 
 from ptrain.charts.sheet import Sheet
-from ptrain.errors import Fault, PtrainError, SpecError, refused
+from ptrain.errors import Fault, PtrainError, SpecError, input_error
 
 MISSING = Fault(
     place="--chart",
@@ -137,20 +137,22 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
         ends = f"ends in .{ending}" if ending else "has no ending"
-        raise refused(option, f"{path} {ends}", "Use a file name that ends in .png or .svg.")
+        raise input_error(option, f"{path} {ends}", "Use a file name that ends in .png or .svg.")
     try:
         if not path.parent.is_dir():
-            raise refused(
+            raise input_error(
                 option,
                 f"the folder {path.parent} does not exist",
                 "Create the folder, or use another path.",
             )
         if path.is_dir():
-            raise refused(option, f"{path} is a folder", "Add a file name to the path.")
+            raise input_error(option, f"{path} is a folder", "Add a file name to the path.")
     except OSError as error:
         raise _write_error(path, error, option) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise refused(option, f"the folder {path.parent} is not writable", "Use another folder.")
+        raise input_error(
+            option, f"the folder {path.parent} is not writable", "Use another folder."
+        )
     if find_spec("matplotlib") is None:
         raise SpecError(MISSING._replace(place=option))
     return ChartFile(path, Format(ending), option)
@@ -181,4 +183,4 @@ def write_atomically(path: Path, content: bytes, option: str = "--chart") -> Non
 
 def _write_error(path: Path, error: OSError, option: str) -> PtrainError:
     """Return the error for a file that cannot be written."""
-    return refused(option, f"{path}: cannot write: {error.strerror}", "Use another file.")
+    return input_error(option, f"{path}: cannot write: {error.strerror}", "Use another file.")

@@ -34,7 +34,7 @@ from ptrain.charts.sheet import (
     text_width,
 )
 from ptrain.steps.step import ContextParallel
-from ptrain.units import summed
+from ptrain.units import sum_by_key
 
 _WIDTH = 560.0
 _BAND, _GAP = 26.0, 12.0  # the height of a band of tokens; the distance between parts
@@ -249,7 +249,7 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
     scores = [
-        summed((block.source, block.num_scores) for block in blocks_of(step, place))
+        sum_by_key((block.source, block.num_scores) for block in blocks_of(step, place))
         for place in range(step.ring)
     ]
     most = max(number for by_source in scores for number in by_source.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import as_record as predicted_record
 from ptrain.cli.predict import predict_spec
-from ptrain.errors import VerdictFailed, refused
+from ptrain.errors import VerdictFailed, input_error
 from ptrain.report.comparison import (
     as_markdown,
     as_record,
@@ -37,16 +37,16 @@ def run(args: Namespace) -> int:
     """Compare two sides; return 0, or 1 if a limit is exceeded."""
     sides, overrides = split_arguments(args.arguments)
     if len(sides) != 2:
-        raise refused(
+        raise input_error(
             "ptrain compare",
             f"takes two records, BASE and HEAD; got {len(sides)}",
             f"Name two, each {_SIDES}.",
         )
     if args.markdown and args.json:
-        raise refused("--markdown", "cannot be combined with --json", "Remove one of them.")
+        raise input_error("--markdown", "cannot be combined with --json", "Remove one of them.")
     allowed = parse_limits(args.fail_on) if args.fail_on is not None else ()
     if overrides and all(_records_file(side) for side in sides):
-        raise refused(
+        raise input_error(
             overrides[0],
             "overrides apply to specs, and neither BASE nor HEAD is a spec",
             "Remove it, or name a spec.",
@@ -88,14 +88,14 @@ def _records_file(source: str) -> Path | None:
         if summary.is_file():
             return summary
         if source not in list_files(*SPEC_FOLDERS):
-            raise refused(
+            raise input_error(
                 source,
                 f"the folder has no {summary.name}, so it is not a finished run",
                 f"Name {_SIDES}.",
             )
         return None
     if path.suffix == ".json" and not path.is_file():
-        raise refused(source, "no such file", f"Name {_SIDES}.")
+        raise input_error(source, "no such file", f"Name {_SIDES}.")
     # A built-in spec's name wins over a file of the same name.
     is_spec = path.suffix in _SPECS or source in list_files(*SPEC_FOLDERS)
     # A pipe of the shell, `<(ptrain predict … --json)`, exists but is not a file.
@@ -109,14 +109,14 @@ def _read_documents(file: Path, place: str) -> list[object]:
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise refused(place, f"cannot be read: {error}", f"Name {_SIDES}.") from None
+        raise input_error(place, f"cannot be read: {error}", f"Name {_SIDES}.") from None
     # raw_decode and not json.load: `--json` output of several commands may be in one file.
     decoder, documents = json.JSONDecoder(), []
     while text:
         try:
             document, end = decoder.raw_decode(text)
         except (ValueError, RecursionError) as error:
-            raise refused(
+            raise input_error(
                 place, f"is not JSON: {error}", "Name a file that a command printed with --json."
             ) from None
         documents += document if isinstance(document, list) else [document]

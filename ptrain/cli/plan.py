@@ -18,7 +18,7 @@ from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import built_in_facts
 from ptrain.plan.show import format_plan as plan_text
@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     if not sources:
         raise missing_spec("plan")
     if args.chart and len(sources) > 1:
-        raise refused(
+        raise input_error(
             "--chart",
             f"draws one spec; got {len(sources)}",
             "Run `ptrain plan` once for each spec.",
@@ -85,7 +85,7 @@ def _draw_charts(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
     """
     sheets = [*_make_sheets(spec, derivation.plan)]
     if not sheets:
-        raise refused(
+        raise input_error(
             "--chart",
             f"draws pipelines and context parallelism, but {spec.name} has neither axis",
             "Remove it, or draw another spec, such as pp-1f1b.",

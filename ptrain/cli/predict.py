@@ -19,7 +19,7 @@ from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape, step_tokens
 from ptrain.derivation.layers import is_tabulated
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import (
@@ -110,11 +110,11 @@ def run(args: Namespace) -> int:
     is_sweep = len(list(expand_sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
-        raise refused(
+        raise input_error(
             "--timeline", "cannot be combined with --csv, --chart or --sort", "Remove them."
         )
     if args.timeline and (is_sweep or len(sources) > 1):
-        raise refused("--timeline", "draws one spec; got several", "Name one spec.")
+        raise input_error("--timeline", "draws one spec; got several", "Name one spec.")
     predict = partial(
         predict_spec,
         allow_import=args.allow_import,
@@ -184,13 +184,13 @@ def _resolve_sources(args: Namespace) -> tuple[list[str], list[str], str]:
         raise missing_spec("predict")
     model = next((source for source in sources if _is_model(source, args)), "")
     if model and args.cluster is None:
-        raise refused(
+        raise input_error(
             "--cluster",
             f"is missing: {model} is a model, not a spec",
             f"Use `ptrain predict {model} --cluster h100-8`.",
         )
     if model and len(sources) > 1:
-        raise refused(
+        raise input_error(
             model,
             "is a model, which is predicted alone",
             f"Use `ptrain predict {model} --cluster {args.cluster}`.",
@@ -198,7 +198,7 @@ def _resolve_sources(args: Namespace) -> tuple[list[str], list[str], str]:
     if model:
         return [_SPEC_OF_MODELS], _overrides_of_model(model, overrides, args), model
     if args.devices is not None:
-        raise refused(
+        raise input_error(
             "--devices",
             "needs a MODEL; the number of ranks of a SPEC is its mesh",
             f"Use `mesh.dp_shard={args.devices}`.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.installed import require_torch
 
 
@@ -20,9 +20,9 @@ def run(args: Namespace) -> int:
     from ptrain.data.tokenized import read_text
 
     if args.chat and args.score is not None:
-        raise refused("--chat", "cannot be combined with --score", "Remove one of them.")
+        raise input_error("--chat", "cannot be combined with --score", "Remove one of them.")
     if args.chat and not args.prompt:
-        raise refused(
+        raise input_error(
             "PROMPT", "is missing, and --chat needs a message", "Add the message of the user."
         )
     text = None if args.score is None else read_text(Path(args.score))

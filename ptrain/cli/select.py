@@ -18,7 +18,7 @@ from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import load_facts
 from ptrain.cli.progress import show_progress
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import PtrainError, input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
 from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
@@ -43,11 +43,11 @@ def run(args: Namespace) -> int:
     _require_effects(args)
     chart = chart_file(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
-        raise refused(
+        raise input_error(
             "--out", f"there is no folder {args.out.parent}", f"Run `mkdir -p {args.out.parent}`."
         )
     if args.out is not None and args.out.is_dir():
-        raise refused("--out", f"{args.out} is a folder", "Name a file.")
+        raise input_error("--out", f"{args.out} is a folder", "Name a file.")
     with _without_collector(), show_progress("searching placements") as step:
         selection = select(
             sources[0],
@@ -120,9 +120,11 @@ def _require_effects(args: Namespace) -> None:
     is_of_devices = args.objective == SearchGoal.DEVICES
     for name in ("tokens", "deadline", "budget"):
         if getattr(args, name) is not None and not is_of_devices:
-            raise refused(f"--{name}", "needs the objective devices", "Add `--objective devices`.")
+            raise input_error(
+                f"--{name}", "needs the objective devices", "Add `--objective devices`."
+            )
     if args.thresholds != _THRESHOLDS and args.by != "algorithm1":
-        raise refused("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
+        raise input_error("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
 
 
 def _ask_algorithm1(selection: PlacementRanking, args: Namespace) -> Answer:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ptrain.cli.progress import show_progress
 from ptrain.derivation.estimate import step_tokens, token_operations
-from ptrain.errors import PtrainError, VerdictFailed, refused
+from ptrain.errors import PtrainError, VerdictFailed, input_error
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import built_in_facts
 from ptrain.processor import cores, shares_gpus
@@ -37,7 +37,7 @@ from ptrain.spec.names import list_files, load_names
 from ptrain.spec.spec import Spec
 from ptrain.train.notebook import Run, load_trainable, run_command
 from ptrain.train.notebook import run as train
-from ptrain.units import counted
+from ptrain.units import with_noun
 
 _FOLDERS = ("strategies", "experts")
 # DDP rebuilds its buckets after the first step and optimizers create their state in it; memory and
@@ -142,7 +142,7 @@ class Page:
             self.path.write_text(self.text, encoding="utf-8")
         except OSError as error:
             finding = f"cannot write {self.path}: {error.strerror}"
-            raise refused(
+            raise input_error(
                 "--out", finding, "Use `--out FILE` with a file that can be written."
             ) from None
 
@@ -200,13 +200,13 @@ def run(args: Namespace) -> int:
     require_torch()
     available = 0 if args.device == "cpu" else _usable_gpus()
     if args.device == "cuda" and not available:
-        raise refused("--device", "torch finds no GPU", "Use `--device cpu`.")
+        raise input_error("--device", "torch finds no GPU", "Use `--device cpu`.")
     ranks = args.ranks or available or 2
     device = "cuda" if available else "cpu"
     if available and ranks > available and not shares_gpus():
-        raise refused(
+        raise input_error(
             "--ranks",
-            f"{ranks} ranks, and torch finds {counted(available, 'GPU')}",
+            f"{ranks} ranks, and torch finds {with_noun(available, 'GPU')}",
             f"Use `--ranks {available}`, or set PTRAIN_SHARE_GPUS=1 to let ranks share a GPU.",
         )
     specs, left_out = _select_specs(

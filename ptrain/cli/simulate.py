@@ -22,7 +22,7 @@ from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.kernels import workspaces
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import result_record, rows_of
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
         for choice in expand_sweeps(overrides)
     ]
     if chart and len(specs) > 1:
-        raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
+        raise input_error("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
     lacking = (

@@ -19,7 +19,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import show_progress
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, step_lanes
-from ptrain.errors import Fault, PtrainError, SpecError, refused
+from ptrain.errors import Fault, PtrainError, SpecError, input_error
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.step_time import critical_path
@@ -159,7 +159,7 @@ def draw_step(derivation: Derivation, file: ChartFile) -> None:
     step, spec = derivation.exact.step, derivation.spec
     if step is None:
         why = derivation.exact.undefined["step_seconds"]
-        raise refused(
+        raise input_error(
             _OPTION,
             f"the step time is unknown: {why}",
             "Remove it, or set `cluster.preset=h100-8`.",

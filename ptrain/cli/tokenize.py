@@ -16,7 +16,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
 from ptrain.data.tokenized import TokenizingProgress, tokenize
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_path
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.spec.resolve_sections import CONFIG
 
 _SECONDS = 5.0  # interval between two lines of progress
@@ -37,12 +37,12 @@ def _tokenize_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Tokenize documents; return the record and its lines of text."""
     for option in _CHAT_OPTIONS:
         if getattr(args, option):
-            raise refused(f"--{option}", "applies to chats only", "Add `--chat`, or remove it.")
+            raise input_error(f"--{option}", "applies to chats only", "Add `--chat`, or remove it.")
     vocabulary: Vocabulary
     if args.tokenizer is not None:
         vocabulary = FileVocabulary(Path(args.tokenizer), args.end)
     elif args.end is not None:
-        raise refused(
+        raise input_error(
             "--end",
             "needs a tokenizer; byte tokens have a fixed end",
             "Remove it, or add --tokenizer FILE.",
@@ -62,19 +62,19 @@ def _tokenize_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
 def _tokenize_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Tokenize chats; return the record and its lines of text."""
     if args.tokenizer is None:
-        raise refused(
+        raise input_error(
             "--chat",
             "needs the chat template of a tokenizer",
             "Add `--tokenizer FOLDER`, the folder of a Transformers model.",
         )
     if args.sequence is None:
-        raise refused(
+        raise input_error(
             "--chat",
             "the number of tokens per row is missing",
             "Add `--sequence 4096`, the `batch.sequence` of the training.",
         )
     if args.end is not None:
-        raise refused("--end", "the chat template ends a chat", "Remove it.")
+        raise input_error("--end", "the chat template ends a chat", "Remove it.")
     out, teller = Path(args.out), _ProgressPrinter(args)
     template = ChatTemplate(Path(args.tokenizer))
     packing = ChatPacking(

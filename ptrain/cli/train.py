@@ -17,7 +17,7 @@ from itertools import count
 from ptrain.charts.canvas import ChartFile, chart_file
 from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError, RankFailed, refused
+from ptrain.errors import PtrainError, RankFailed, input_error
 from ptrain.installed import require_torch
 from ptrain.report.routing import is_routing_recorded
 from ptrain.selection.preflight import require_fit
@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> int:
     """Run the job and return its exit code."""
     choices = options.from_arguments(arguments)
     if arguments.chart is not None and (environment.is_launched() or choices.wants_elastic):
-        raise refused(
+        raise input_error(
             "--chart",
             "is not supported if another launcher starts the ranks",
             "Remove it, or train on one machine.",
@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
         environment.exec_module(rank_module(spec), options.to_argv(choices))
     spec = load_checked(choices)
     if arguments.chart is not None and not is_routing_recorded(spec):
-        raise refused(
+        raise input_error(
             "--chart",
             "draws tokens per expert, and this model logs none",
             "Remove it, or train a built-in model with experts.",
@@ -121,7 +121,7 @@ def _require_one_node(spec: Spec) -> None:
         # The fewest nodes whose number divides the ranks: every node starts as many.
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
-        raise refused(
+        raise input_error(
             "mesh",
             f"{size} ranks would start on this machine; a node of {cluster.name} has "
             f"{cluster.devices_per_node} GPUs",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import show_progress
-from ptrain.errors import VerdictFailed, refused
+from ptrain.errors import VerdictFailed, input_error
 from ptrain.installed import require_torch
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.spec.load import expand_sweeps, split_arguments
@@ -71,7 +71,7 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     require_profiled_steps(spec)
     steps = spec.train.steps
     if steps < _STEADY:
-        raise refused(
+        raise input_error(
             "train.steps",
             f"validate measures the third step; got {steps} steps",
             f"Use `train.steps={_STEADY}` or more, or remove it.",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.convert.saved import SavedModel, token_origin
-from ptrain.errors import PtrainError, SpecError, library, refused
+from ptrain.errors import PtrainError, SpecError, input_error, library
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import (
@@ -45,7 +45,7 @@ from ptrain.spec.published import config_of, load_kinds, read_config
 from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _CONFIG = "peft_config"  # attribute that peft sets on a module with adapters
 _ADAPTER = "default"  # peft's default name of an adapter
@@ -136,7 +136,7 @@ def _write_adapters_only(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
 
 def _adapters_error(finding: str) -> SpecError:
     """Return the error of the option `--adapters`."""
-    return refused("--adapters", finding, "Remove `--adapters` to write all parameters.")
+    return input_error("--adapters", finding, "Remove `--adapters` to write all parameters.")
 
 
 # Shape fields that affect the training but not the exported model.
@@ -184,7 +184,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
             config[size] = max(sequence, longest)
             unsaid = tuple(name for name in _OF_TRAINING[3:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
-    raise refused(
+    raise input_error(
         "model",
         "no class of Transformers known to ptrain matches this model",
         f"Supported: models like {', '.join(load_kinds())}.",
@@ -380,7 +380,7 @@ def export_checkpoint(
             user code must run and `allow_import` is False.
     """
     if os.path.lexists(to):
-        raise refused("--to", f"{to} already exists", "Use the name of a new folder.")
+        raise input_error("--to", f"{to} already exists", "Use the name of a new folder.")
     saved = SavedModel(run, step)
     spec = saved.spec
     unsaid: tuple[str, ...] = ()
@@ -398,7 +398,9 @@ def export_checkpoint(
         # Last, so that a folder with this name is complete.
         unfinished.rename(to)
     except OSError as error:
-        raise refused("--to", f"{to} cannot be written: {error}", "Use another folder.") from error
+        raise input_error(
+            "--to", f"{to} cannot be written: {error}", "Use another folder."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return ExportResult(
@@ -464,7 +466,7 @@ def _read_groups(
     Parameters that share tensors in the files belong together.
     """
     stored = ((name, form.stored(name)) for name in saved)
-    by_names = grouped((of_files.names, (name, of_files)) for name, of_files in stored)
+    by_names = group_by_key((of_files.names, (name, of_files)) for name, of_files in stored)
     return [
         (group, sum(_tensor_bytes(saved[name]) for name, _ in group)) for group in by_names.values()
     ]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ptrain.data.chat_rows import ChatTemplate
 from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, tokenizer_file
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
 from ptrain.runtime.world import World
 from ptrain.spec.job import DataSpec
@@ -102,7 +102,7 @@ class SavedModel:
                 " If it contained none, remove `model.pretrained` from "
                 f"{display_path(self._resolved)}."
             )
-        raise refused("model.pretrained", finding, remedy)
+        raise input_error("model.pretrained", finding, remedy)
 
     @property
     def step(self) -> int:
@@ -136,7 +136,7 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     """
     resolved = RunFolder(run).resolved
     if not os.path.isfile(resolved):  # nor of a name that no file can have
-        raise refused(
+        raise input_error(
             "RUN",
             f"{display_path(run)} is not a run folder: it has no {resolved.name}",
             "Use a run folder, such as `runs/latest`.",
@@ -157,14 +157,14 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
     if not wanted:
         has = ", ".join(str(manifest.step_in_name(path)) for path in complete) or "none"
         what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise refused(
+        raise input_error(
             "RUN",
             f"{display_path(run)} does not have {what}; steps with a checkpoint: {has}",
             "Train with `checkpoint.at_end=true`, or use a step that has a checkpoint.",
         )
     path, sound, complaints = checkpoint.find_newest_sound(wanted, Exchange(World()))
     if path is None or sound is None:
-        raise refused(
+        raise input_error(
             "RUN", complaints[0], "Restore it from a backup, use another `--step`, or train again."
         )
     return path, sound
@@ -235,7 +235,7 @@ class TextGenerator:
             SpecError: The prompt is empty, or has tokens beyond the vocabulary.
         """
         if not (begun := self.vocabulary.tokens(prompt)):
-            raise refused("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
+            raise input_error("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
         self._require_known(begun)
         new: list[int] = []
         while len(new) < tokens:
@@ -254,7 +254,7 @@ class TextGenerator:
         """
         tokens = self.vocabulary.tokens(text)
         if len(tokens) < 2:
-            raise refused("--score", "the text has fewer than two tokens", "Use a longer text.")
+            raise input_error("--score", "the text has fewer than two tokens", "Use a longer text.")
         self._require_known(tokens)
         sums = sum(self._losses(tokens))
         # Bits per byte compare models with different tokenizers.
@@ -279,7 +279,7 @@ class TextGenerator:
         """Raise SpecError if a token is beyond the vocabulary of the model."""
         size, key = self.spec.model.vocabulary
         if size is not None and (largest := max(tokens)) >= size:
-            raise refused(
+            raise input_error(
                 "--tokenizer",
                 f"it produces token {largest}, but {key} is {size}",
                 "Use the tokenizer that the model was trained with.",
@@ -344,7 +344,7 @@ def load_vocabulary(spec: Spec, named: Path | None, *, is_chat: bool = False) ->
     if named is None and origin is not None and not origin.is_of_bytes:
         named = None if origin.has_changed else Path(origin.tokenizer)
     if named is not None and origin is not None and origin.differs(tokenizer_file(named)):
-        raise refused(
+        raise input_error(
             "--tokenizer",
             f"the model was trained with tokens of {origin.tokenizer}, but {named} has "
             "a different vocabulary",
@@ -352,7 +352,7 @@ def load_vocabulary(spec: Spec, named: Path | None, *, is_chat: bool = False) ->
         )
     if is_chat:
         if named is None:
-            raise refused(
+            raise input_error(
                 "--chat",
                 "no chat template is known for this model",
                 "Add `--tokenizer FOLDER`, a folder of a tokenizer with a chat template.",
@@ -363,7 +363,7 @@ def load_vocabulary(spec: Spec, named: Path | None, *, is_chat: bool = False) ->
     is_of_bytes = not data.is_of_files and data.function is None
     if is_of_bytes or (origin is not None and origin.is_of_bytes):
         return ByteVocabulary()
-    raise refused(
+    raise input_error(
         "--tokenizer",
         "the model was trained on a token file, and its tokenizer is unknown",
         f"Add `--tokenizer FILE`, a {FILE}.",

@@ -40,7 +40,7 @@ from ptrain.data.tokenized import (
     token_dtype,
 )
 from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_path, vocabulary_size
-from ptrain.errors import Fault, PtrainError, library, refused
+from ptrain.errors import Fault, PtrainError, input_error, library
 from ptrain.models.boundary import convert_exceptions
 
 ANSWERS = "assistant"  # the role whose messages are targets
@@ -74,7 +74,7 @@ def read_chats(path: Path, field: str | None) -> Iterator[Chat]:
         SpecError: The file is unusable, or a row holds no chat. The error names the row.
     """
     if not has_rows(path):
-        raise refused(
+        raise input_error(
             str(path),
             "chats must be in JSON lines or Parquet",
             "Use a .jsonl or .parquet file, or remove `--chat`.",
@@ -89,16 +89,18 @@ def _parse_chat(row: object, fields: Sequence[str], place: str) -> Chat:
     field = next((name for name in fields if entries.get(name) is not None), fields[0])
     messages = entries.get(field)
     if messages == []:
-        raise refused(place, f"the list in the field {field!r} is empty", "Remove the row.")
+        raise input_error(place, f"the list in the field {field!r} is empty", "Remove the row.")
     if not isinstance(messages, list):
-        raise refused(
+        raise input_error(
             place,
             missing_field_finding(row, field, "list of messages"),
             "Add `--field NAME`, the field of the messages.",
         )
     tools = entries.get(_TOOLS) or None
     if tools is not None and not isinstance(tools, list):
-        raise refused(place, "its tools are not a list", "Use a list, as chat templates expect.")
+        raise input_error(
+            place, "its tools are not a list", "Use a list, as chat templates expect."
+        )
     numbered = enumerate(messages, 1)
     return Chat(
         messages=[
@@ -129,7 +131,7 @@ def _convert_sharegpt(message: object, place: str) -> object:
         return message
     role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        raise refused(
+        raise input_error(
             place, f"unknown role {message['from']!r}", f"Use one of {', '.join(map(str, _ROLES))}."
         )
     return {"role": role, "content": message.get("value")}
@@ -137,7 +139,7 @@ def _convert_sharegpt(message: object, place: str) -> object:
 
 def _message_error(place: str, finding: str) -> PtrainError:
     """Return the error of a message with a wrong or missing field."""
-    return refused(
+    return input_error(
         place,
         finding,
         'Use messages of the form `[{"role": "user", "content": "…"}, {"role": "assistant", …}]`.',
@@ -187,7 +189,7 @@ class ChatTemplate:
         transformers = library("transformers", "--chat", "rendering chats needs Transformers")
         folder = folder.parent if folder.name == FILE else folder
         if not (folder / FILE).is_file():
-            raise refused(
+            raise input_error(
                 _PLACE,
                 f"{folder} is not a folder with a {FILE}",
                 "Use the folder of a model that Transformers loads.",
@@ -292,7 +294,7 @@ class ChatTemplate:
         ready = self._render_messages(chat, number - 1, is_ready=True)
         begin = _num_shared(ready, text)
         if begin < len(ready) and begin < len(self._render_messages(chat, number - 1).rstrip()):
-            raise refused(
+            raise input_error(
                 chat.place,
                 f"the template renders the messages before answer {number} differently "
                 "once the answer follows",
@@ -445,7 +447,7 @@ def _named_separator(template: ChatTemplate, packing: ChatPacking) -> int | None
     if packing.separator is None:
         return None
     if (token := template.token_id(packing.separator)) is None:
-        raise refused(
+        raise input_error(
             "--separator",
             f"the tokenizer has no token {packing.separator!r}",
             "Use a token of the tokenizer.",
@@ -465,7 +467,7 @@ def _free_separator(
     free = [token for token in template.special_tokens() if token not in known]
     if free or not packing.is_packed:  # any token may pad a row that holds a single chat
         return [*free, 0][0]
-    raise refused(
+    raise input_error(
         "--separator",
         "every special token of the tokenizer occurs in chats, so none can separate chats",
         "Add `--separator TOKEN`, a token that occurs in no chat; or `--alone` for one "
@@ -523,18 +525,18 @@ def _classify_chat(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
 def _no_rows_error(place: str, done: TokenizingProgress) -> PtrainError:
     """Return the error for chats of which none is in a row."""
     if done.divided:
-        return refused(
+        return input_error(
             "--separator",
             f"{done.divided} of {done.documents} chats contain the separator",
             "Use a token that occurs in no chat, or add `--alone`.",
         )
     if done.too_long:
-        return refused(
+        return input_error(
             place,
             f"none of {done.documents} chats has an answer that fits",
             "Use a larger `--sequence`.",
         )
-    return refused(
+    return input_error(
         place,
         f"none of {done.documents} chats has a message of {ANSWERS!r} after another message",
         f"Use chats in which answers have the role {ANSWERS!r}.",

@@ -29,7 +29,7 @@ from torch import Tensor
 from ptrain.data.sampler import DatasetBatch, LocalBatch, SampleSource, Split, local_batch
 from ptrain.data.tokenized import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
 from ptrain.data.vocabulary import START, TARGET, VOCAB, encode, mask_path, open_mask, open_tokens
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.external import dataset_of
 from ptrain.models.objective import in_dtype_of
@@ -107,19 +107,19 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
             f"the mask does not belong to {name}: documents would start after different tokens"
         )
         remedy = "Use the mask that was written with the file, or run `ptrain tokenize` again."
-        raise refused("data.loss_mask", finding, remedy)
+        raise input_error("data.loss_mask", finding, remedy)
     remedy = f"Use `model.document_end={before[0]}`." if is_packed else "Remove the key."
     if not isinstance(model, ModelShape) or not model.has_documents:
         finding = f"{name} has rows with several documents, which would attend to each other"
         alone = "the file with `ptrain tokenize --alone`, one document per row."
         is_ours = isinstance(model, ModelShape)
         remedy = f"{remedy} Or write {alone}" if is_ours else f"Write {alone}"
-        raise refused("data.path", finding, remedy)
+        raise input_error("data.path", finding, remedy)
     if (row := _first_mismatch(tokens, marks, model)) is not None:
         key = model.document_key
         if is_packed and key == "document_start":
             remedy = f"Remove `model.{key}`. {remedy}"
-        raise refused(
+        raise input_error(
             f"model.{key}", f"the documents of row {row} of {name} do not match model.{key}", remedy
         )
 
@@ -189,7 +189,7 @@ class Corpus:
         num_tokens = len(tokens)
         windows = (num_tokens - 1) // sequence
         if windows < 1:
-            raise refused(
+            raise input_error(
                 "data",
                 f"the {split.value} split of {self.name} has {num_tokens} tokens, but a "
                 f"sample needs {sequence + 1}",
@@ -202,7 +202,7 @@ class Corpus:
         rows, width = self.split(split).shape
         if width != sequence + 1:
             finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
-            raise refused(
+            raise input_error(
                 "batch.sequence",
                 finding,
                 f"Use `batch.sequence={width - 1}`, or write the file with `ptrain tokenize "
@@ -211,7 +211,7 @@ class Corpus:
         if rows < 1:
             finding = f"the {split.value} split of {self.name} has no rows: one row of "
             finding += f"{HELD_OUT_OF_FILE} is held out"
-            raise refused("data", finding, "Use `eval.every=0`, or more chats.")
+            raise input_error("data", finding, "Use `eval.every=0`, or more chats.")
         return int(rows)
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
@@ -264,7 +264,7 @@ class Corpus:
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
             name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
-            raise refused(
+            raise input_error(
                 "data",
                 f"{self.name} contains token {largest}, but {name} returns {logits} "
                 "logits per token",
@@ -284,7 +284,7 @@ class Corpus:
         if not any(
             _are_targets(part, of_rows=part.ndim == 2).any() for part in (mask[:num_checked], mask)
         ):
-            raise refused(
+            raise input_error(
                 "data",
                 f"the mask excludes every token of the train split of {self.name}",
                 "Use a mask that is true for target tokens.",
@@ -294,7 +294,7 @@ class Corpus:
         """Raise SpecError if the largest id exceeds the vocabulary of the model."""
         size, key = spec.model.vocabulary
         if size is not None and largest >= size:
-            raise refused(
+            raise input_error(
                 "data",
                 f"{self.name} contains token {largest}, but {key} is {size}",
                 f"Use `{key}={self.vocab or largest + 1}` or more.",
@@ -348,7 +348,7 @@ class UserSamples:
         size = self._num_train if is_train else self._dataset.size - self._num_train
         if size < 1:
             finding = f"{self.name} has {self._dataset.size} samples, too few to hold out "
-            raise refused(
+            raise input_error(
                 "data.target",
                 f"{finding}one in {HELD_OUT}",
                 f"Use `eval.every=0`, or a dataset with {HELD_OUT} samples or more.",
@@ -511,7 +511,7 @@ def _open_tokens(data: DataSpec) -> Corpus | Mixture:
         weights = [source.weight for source in data.sources]
         return Mixture(files=tuple(files), quotas=cycle_quotas(weights))
     if data.tokenizer != "bytes":
-        raise refused(
+        raise input_error(
             "data.tokenizer",
             f"unknown tokenizer {data.tokenizer!r}",
             "Use `data.tokenizer=bytes`. For another tokenizer, run `ptrain tokenize` and set "
@@ -523,7 +523,7 @@ def _open_tokens(data: DataSpec) -> Corpus | Mixture:
         case "synthetic":
             return _encode_documents("synthetic", _synthetic_documents())
         case name:
-            raise refused(
+            raise input_error(
                 "data.corpus",
                 f"unknown corpus {name!r}",
                 "Use python-docs or synthetic, or set `data.path=FILE`, a token file.",
@@ -545,7 +545,7 @@ def _open_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
         mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
     elif not has_ignored and unused.is_file():
-        raise refused(
+        raise input_error(
             of_mask,
             f"{unused} is the loss mask of {source.path}, but the spec does not use it",
             f"Use `data.loss_mask={unused}`, or `data.ignored=[]` to train on all tokens.",

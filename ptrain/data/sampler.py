@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.models.boundary import describe_value
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.objective import (
@@ -287,13 +287,13 @@ def shard_batch(samples: Any, spec: Spec, data_index: int) -> StepBatch:
             wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
             raise _batch_error(f"tokens {list(tensor.shape)}", wanted)
     if others and not spec.data.ignores_targets:
-        raise refused(
+        raise input_error(
             "batch",
             "got tokens and labels, but the spec ignores no targets",
             "Use `data.ignored=[]`, or a list of the ignored token ids.",
         )
     if not others and spec.data.is_masked:
-        raise refused(
+        raise input_error(
             "batch",
             "got tokens only, but data.loss_mask applies only to the file of the spec",
             "Pass `(tokens, labels)`, with label -100 for ignored targets.",
@@ -325,7 +325,7 @@ def _require_samples(samples: Any, size: int) -> None:
 
 def _batch_error(finding: str, wanted: str) -> SpecError:
     """Return the error of a global batch with another type or shape."""
-    return refused(
+    return input_error(
         "batch", f"got {finding}", f"Pass the full global batch on every rank: {wanted}."
     )
 

@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ptrain.codec import decode, encode
 from ptrain.data.vocabulary import FILE, Vocabulary
-from ptrain.errors import Fault, PtrainError, library, refused
+from ptrain.errors import Fault, PtrainError, input_error, library
 from ptrain.models.boundary import convert_exceptions
 from ptrain.spec.leaf import describe
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -102,7 +102,7 @@ def require_encodable(text: str, place: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         finding = "the text contains half a surrogate pair, which has no UTF-8 form"
-        raise refused(place, finding, "Correct the text.") from error
+        raise input_error(place, finding, "Correct the text.") from error
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
@@ -125,9 +125,9 @@ def _parse_line(line: str, path: Path, number: int) -> object:
     except (ValueError, RecursionError) as error:
         is_list = number == 1 and line.lstrip().startswith("[")
         remedy = _OF_A_LIST if is_list else _OBJECTS
-        raise refused(f"{path}:{number}", f"is not valid JSON: {error}", remedy) from error
+        raise input_error(f"{path}:{number}", f"is not valid JSON: {error}", remedy) from error
     if isinstance(row, list):
-        raise refused(f"{path}:{number}", "is a list; rows must be objects", _OF_A_LIST)
+        raise input_error(f"{path}:{number}", "is a list; rows must be objects", _OF_A_LIST)
     return row
 
 
@@ -138,7 +138,7 @@ def _document_text(row: object, field: str, place: str) -> str:
         remedy = "Add `--field NAME`, the field of the text."
         if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
             remedy += " For chats, add `--chat`."
-        raise refused(place, missing_field_finding(row, field, "string"), remedy)
+        raise input_error(place, missing_field_finding(row, field, "string"), remedy)
     require_encodable(text, place)
     return text
 
@@ -153,7 +153,7 @@ def _read_parquet(
         file: Any = pyarrow.parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
-        raise refused(
+        raise input_error(
             str(path),
             f"the file has no column {fields[0]!r}; columns: {', '.join(columns)}",
             "Add `--field NAME`.",
@@ -182,12 +182,12 @@ def _read_error(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
     if isinstance(error, UnicodeDecodeError):
         finding = f"is not UTF-8 text (byte {error.start})"
         is_packed = path.suffix.lower() in _PACKED
-        return refused(
+        return input_error(
             str(path),
             finding,
             "Decompress the file." if is_packed else ("Convert the file to UTF-8."),
         )
-    return refused(str(path), error.strerror or str(error), "Use a readable file.")
+    return input_error(str(path), error.strerror or str(error), "Use a readable file.")
 
 
 _BYTES = "bytes"
@@ -272,7 +272,7 @@ def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -
         finding = f"{name} has tokens of {origin.tokenizer}, but the model has the tokenizer {own}"
         remedy = f"Run `ptrain tokenize TEXT... --tokenizer {model.pretrained}` to write it again. "
         remedy += f"If this is intended, remove {origin_path(Path(name))}."
-        raise refused("data", finding, remedy)
+        raise input_error("data", finding, remedy)
 
 
 def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> None:
@@ -285,7 +285,7 @@ def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> 
     for name, origin in known[1:]:
         first, before = known[0]
         if origin.digest != before.digest:
-            raise refused(
+            raise input_error(
                 "data.sources",
                 f"{first} has tokens of {before.tokenizer}, but {name} has tokens of "
                 f"{origin.tokenizer}",
@@ -418,7 +418,9 @@ class TokenFiles:
             if origin := tokenizer_origin(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
-            raise refused(str(out), error.strerror or str(error), "Use another `--out`.") from error
+            raise input_error(
+                str(out), error.strerror or str(error), "Use another `--out`."
+            ) from error
         except PtrainError:  # the texts will be corrected, so this call cannot be continued
             for path in (*parts, notes):
                 path.unlink(missing_ok=True)
@@ -460,7 +462,7 @@ def tokenize(
         SpecError: A file cannot be read or written, or the tokenizer has no known end token.
     """
     if (end := vocabulary.end) is None:
-        raise refused(
+        raise input_error(
             "--end",
             "the end-of-document token is unknown: tokenizer_config.json has no eos_token",
             "Add the token, such as `--end '</s>'`.",
@@ -499,7 +501,7 @@ def request_identity(texts: Sequence[Path], out: Path, tokenizer: Path | None) -
         SpecError: `out` is not the name of a token file.
     """
     if out.suffix != _SUFFIX or out.is_dir():
-        raise refused(
+        raise input_error(
             "--out",
             f"{out} is not the name of a token file",
             f"Use a name that ends with {_SUFFIX}.",
@@ -536,7 +538,7 @@ def batch_documents(
             done = replace(done, files=number, in_file=first, documents=done.documents + len(batch))
             yield batch, done
     if not done.documents:
-        raise refused(str(texts[0]), "the files contain no documents", "Use files with text.")
+        raise input_error(str(texts[0]), "the files contain no documents", "Use files with text.")
 
 
 class GrowingArray:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ptrain.errors import Fault, library, refused
+from ptrain.errors import Fault, input_error, library
 from ptrain.models.boundary import convert_exceptions
 
 BOS, EOS, PAD = 256, 257, 258  # after the 256 values of a byte
@@ -53,7 +53,7 @@ def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinte
     """
     tokens = _map_array(path, place, _MAKE)
     if tokens.ndim not in (1, 2) or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
-        raise refused(
+        raise input_error(
             place,
             f"{path} contains {tokens.dtype} of shape {tokens.shape}; token ids must be "
             "uint16 or uint32 with one or two dimensions",
@@ -78,9 +78,9 @@ def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
     has_shape = mask.shape == tokens.shape
     if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not has_shape):
         finding = f"{path} contains {mask.dtype} of shape {mask.shape}; a mask must be bool"
-        raise refused(place, f"{finding} with the shape of its tokens", remedy)
+        raise input_error(place, f"{finding} with the shape of its tokens", remedy)
     if not has_shape:
-        raise refused(place, f"{path} has {mask.size} values for {tokens.size} tokens", remedy)
+        raise input_error(place, f"{path} has {mask.size} values for {tokens.size} tokens", remedy)
     return mask
 
 
@@ -95,11 +95,11 @@ def _map_array(path: Path, place: str, remedy: str) -> NDArray[Any]:
         values = np.load(path, mmap_mode="r", allow_pickle=False)  # unpickling could run code
     except OSError as error:
         reason = error.strerror or "not a readable file"
-        raise refused(place, f"{path}: {reason}", remedy) from error
+        raise input_error(place, f"{path}: {reason}", remedy) from error
     except (ValueError, EOFError) as error:
-        raise refused(place, f"{path} is not a complete .npy array", remedy) from error
+        raise input_error(place, f"{path} is not a complete .npy array", remedy) from error
     if not isinstance(values, np.ndarray):  # an .npz archive loads as a mapping
-        raise refused(place, f"{path} is an archive, not a .npy array", remedy)
+        raise input_error(place, f"{path} is an archive, not a .npy array", remedy)
     return values
 
 
@@ -177,7 +177,9 @@ class FileVocabulary:
         word = end if end is not None else _configured_end(path)
         self.end: int | None = None if word is None else self._tokenizer.token_to_id(word)
         if end is not None and self.end is None:
-            raise refused("--end", f"{path} has no token {end!r}", "Use a token of this tokenizer.")
+            raise input_error(
+                "--end", f"{path} has no token {end!r}", "Use a token of this tokenizer."
+            )
 
     def tokens(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text).ids

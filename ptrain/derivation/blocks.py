@@ -336,7 +336,7 @@ def _memory_gaps(items: Sequence[Any]) -> dict[Any, Run]:
             key = key if _is_mark_of_others(item) else _item_key(item)
             gaps.setdefault(key, _NOTHING)
         else:
-            gaps[key] = item if gaps[key] is _NOTHING else gaps[key].then(item)
+            gaps[key] = item if gaps[key] is _NOTHING else gaps[key].followed_by(item)
     return gaps
 
 

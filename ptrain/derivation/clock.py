@@ -88,7 +88,7 @@ class Messages(NamedTuple):
     waited: float
     slack: float
 
-    def and_then(self, other: Messages) -> Messages:
+    def add(self, other: Messages) -> Messages:
         """Return the sum of two consecutive groups of messages."""
         return Messages(self.moving + other.moving, self.waited + other.waited, self.slack)
 
@@ -563,7 +563,7 @@ class Clock:
             if not self.pace.overlaps:
                 message = message._replace(waited=message.moving)
             sent = self._sent_key(item)
-            of_kind[sent] = of_kind[sent].and_then(message) if sent in of_kind else message
+            of_kind[sent] = of_kind[sent].add(message) if sent in of_kind else message
         return tuple(of_kind.items())
 
     def _operator_seconds(self, operator: Operator) -> float:

@@ -43,13 +43,13 @@ from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.wrapping import startup_bytes
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import placement_warnings
-from ptrain.derivation.kernels import kernel_warnings, unclaimed
+from ptrain.derivation.kernels import kernel_warnings, unclaimed_figures
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.paper import notes, paper
-from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
+from ptrain.derivation.pipeline import accounts, fullest_of, resident, split_stages
 from ptrain.derivation.work import rank_operations
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
@@ -191,7 +191,7 @@ def _estimate_legal(
     estimate = of_step(spec, plan, facts, machine)
     estimate = replace(
         estimate,
-        unclaimed=unclaimed(spec, facts),
+        unclaimed=unclaimed_figures(spec, facts),
         assumed=routing_assumptions(spec),
         startup_bytes=startup_bytes(spec, facts),
         builds_whole=bool(facts.built_whole),
@@ -248,7 +248,7 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     first, *others = facts.unvisited
     number = len(others)
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
-    raise refused(
+    raise input_error(
         "model",
         f"{first}{more} no gradient on ranks without tokens for it, but data-parallel ranks sum "
         "the gradients of all parameters",
@@ -325,7 +325,7 @@ def exact_estimate(
     Raises:
         PeakExceeded: The peak is above `limit`.
     """
-    stages, schedule = staged(spec, plan, facts), schedule_of(spec)
+    stages, schedule = split_stages(spec, plan, facts), schedule_of(spec)
     memory = resident(spec, plan, stages, schedule)
     estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
     if (is_tabulated(spec) and not facts.roles) or stages[0].is_traced:
@@ -334,7 +334,7 @@ def exact_estimate(
         is_all = not of_memory or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, limit)
-        memory = memory.and_then(flight.memory)
+        memory = memory.extend(flight.memory)
         step = flight.step
         if step:
             step = step._replace(assumed=(*step.assumed, *_time_assumptions(spec)))

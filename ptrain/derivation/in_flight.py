@@ -52,7 +52,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
 from ptrain.timeline import Kind, Run
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # Lifetimes: a stage's input and output live until their micro-batch's backward pass is done, with
 # halves until the second half. A sent tensor lives until its `Release`.
@@ -490,14 +490,16 @@ def in_flight(
         are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
         of_step = group_turns(instructions[stand_in], are_alike=are_alike)
         rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most, gaps)
-        sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
+        sums = (
+            [row for stage, at in pairs for row in stages[stage].tied_sum_rows(at)] if clock else []
+        )
         rank.update(sorted({*shards}), sums)
         return rank
 
     for place, index, tokens in sorted(set(places)):
         stand_in = stands_for[place] if stands_for else place
         # the first of the ranks with equal parts represents all of them
-        firsts = tuple(stages[stage].of(index)[1] for stage in schedule.stages_of(stand_in))
+        firsts = tuple(stages[stage].part_at(index)[1] for stage in schedule.stages_of(stand_in))
         key = like[place, index, tokens] = stand_in, firsts, id(rows_of[tokens])
         if key not in played:
             played[key] = play(key, rows_of[tokens])
@@ -538,7 +540,7 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
         wrap.reduce()
     shards = [*shards]
     kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
-    alike = grouped(zip(kinds, shards, strict=True))
+    alike = group_by_key(zip(kinds, shards, strict=True))
     clipped = {shard: [wrap.norm_groups(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
@@ -571,7 +573,7 @@ def _make_part(
 ) -> Part:
     """Return the part of a stage on the rank at this place along the cutting axes."""
     taken = stages[stage]
-    ghost, _ = taken.of(index)
+    ghost, _ = taken.part_at(index)
     if taken.passes:
         played, known = None, taken.passes[index]
     else:

@@ -32,7 +32,7 @@ from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, rank_groups
-from ptrain.units import counted, format_bytes
+from ptrain.units import format_bytes, with_noun
 
 # The fraction of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes
 # 0.22 s for a billion elements of 28 bytes on a DGX-2 with 256 GB/s (Ren et al. 2021, ZeRO-Offload,
@@ -249,7 +249,7 @@ def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     there = axis_link(replace(spec, factors=tuple(last)), traffic, Axis.TP)
     if here and there and here.nodes > there.nodes:
         text += (
-            f": a group then spans {counted(there.nodes, 'node')} instead of {here.nodes} and "
+            f": a group then spans {with_noun(there.nodes, 'node')} instead of {here.nodes} and "
             f"waits {_link_seconds(there):.4g} s instead of {_link_seconds(here):.4g} s"
         )
     yield text

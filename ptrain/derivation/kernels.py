@@ -60,7 +60,7 @@ class Statistics(NamedTuple):
     rows: int
     beside: int
 
-    def of(self, size: int) -> int:
+    def gpu_bytes(self, size: int) -> int:
         """Return the bytes that replace the `size` bytes of a CPU kernel."""
         # A CPU kernel keeps the statistics of all tokens, so `size` is a multiple of the sequence.
         padded = ceil_div(self.sequence, self.rows) * self.rows
@@ -245,7 +245,7 @@ _PROGRAMS = "compiled blocks are those of the CPU program, and a GPU's may fuse 
 _H100 = 90  # compute capability
 
 
-def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
+def unclaimed_figures(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     """Return the reasons why activations, peaks and traffic are not claimed, by kind of figure.
 
     The result is empty if all figures are claimed.
@@ -273,7 +273,7 @@ def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
     The peak must be claimed, or be unclaimed only because attention over cp, fp8 products or
     compiled blocks were not measured on a GPU.
     """
-    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT, _FP8, _PROGRAMS)
+    return unclaimed_figures(spec, facts).get("peak", "") in ("", _OVER_CONTEXT, _FP8, _PROGRAMS)
 
 
 def _is_confirmed(spec: Spec) -> bool:

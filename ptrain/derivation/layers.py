@@ -298,7 +298,7 @@ def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> Non
         return
     for item in more:
         if items and isinstance(item, Run) and isinstance(last := items[-1], Run):
-            items[-1] = last.then(item)
+            items[-1] = last.followed_by(item)
         else:
             items.append(item)
 

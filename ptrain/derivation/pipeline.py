@@ -34,7 +34,13 @@ from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.ghosts.table import make_wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping, by_shard, norm_traffic, other_bytes, summed
+from ptrain.derivation.ghosts.wrapping import (
+    Wrapping,
+    by_shard,
+    expert_count_traffic,
+    norm_traffic,
+    other_bytes,
+)
 from ptrain.derivation.layers import Pairs, block_kinds, moved_and_repeated
 from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
@@ -45,7 +51,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # Gradients of tensors that the first and the last stage share are summed over both.
 
@@ -152,20 +158,20 @@ class StageParts(NamedTuple):
             micro_batches.append(known.setdefault(numbers, formula.at_rows(numbers)))
         return tuple(micro_batches)
 
-    def tied(self, index: int) -> Rows:
+    def tied_sum_rows(self, index: int) -> Rows:
         """Return the all-reduces of shared tensors on the rank at this place, for its largest
         shard."""
-        sums = tied_sums(self.of(index)[0], self.stage)
+        sums = tied_sums(self.part_at(index)[0], self.stage)
         # The clock runs on one rank for all shards, and the largest message decides when the update
         # starts.
         return max(sums, key=lambda rows: sum(row.payload_bytes for row in rows))
 
-    def of(self, index: int) -> tuple[Wrapping, int]:
+    def part_at(self, index: int) -> tuple[Wrapping, int]:
         """Return the part of the rank at this place, and the first place that has it."""
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
-def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
+def split_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     """Return the stages, first to last. Equal stages share the parts of the first of them."""
     if plan.pipeline is None:
         return (_whole_model(spec, plan, facts),)
@@ -225,7 +231,7 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
     Memory in flight grows or falls monotonically from rank to rank. Of ranks with equal stages, the
     first and the last are therefore enough.
     """
-    groups = grouped(
+    groups = group_by_key(
         (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
         for place in range(schedule.ranks)
     )
@@ -384,7 +390,7 @@ def accounts(
             (
                 *sent,
                 *(row for taken in own for row in operators_of[taken.like]),
-                *summed(spec, plan, [taken.facts for taken in own]),
+                *expert_count_traffic(spec, plan, [taken.facts for taken in own]),
                 *over_boundaries(spec, plan, facts, [t for t in crossing if t.rank == rank]),
             )
         )

@@ -186,7 +186,7 @@ class Monomial(NamedTuple):
         return size
 
 
-def evaluated(
+def evaluate_sizes(
     sizes: Iterable[Monomial],
     values: Mapping[str, int],
     itemsize: int,
@@ -196,7 +196,7 @@ def evaluated(
     kernel."""
     plain = ((size, size.bytes(values, itemsize)) for size in sizes)
     return tuple(
-        statistics.of(count) if statistics and size.is_statistics else count
+        statistics.gpu_bytes(count) if statistics and size.is_statistics else count
         for size, count in plain
     )
 
@@ -276,7 +276,9 @@ class EvaluatedTable:
         self.content, self._monomials = _decode_table(*key, is_work=is_work)
         values = values_of(setting) if part is TablePart.LOSS else setting.values
         self._compute, self._sequence = setting.compute, setting.sequence
-        self.sizes = evaluated(self._monomials, values, self._compute.itemsize, setting.statistics)
+        self.sizes = evaluate_sizes(
+            self._monomials, values, self._compute.itemsize, setting.statistics
+        )
         self._events: dict[Parts, tuple[Any, ...]] = {}
         self._operators: dict[int, Operator | InnerCollective] = {}
         # Equal operators are one object, so that they can be compared by identity.

@@ -25,7 +25,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order
-from ptrain.units import ceil_div, grouped
+from ptrain.units import ceil_div, group_by_key
 
 Units = tuple[UnitFacts, ...]
 
@@ -92,7 +92,7 @@ def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterat
         yield indices
         return
     # Reversed, so that the first entry of each group is the place with the most tokens before it.
-    by_name = grouped((_context_name(spec, plan, index), index) for index in reversed(indices))
+    by_name = group_by_key((_context_name(spec, plan, index), index) for index in reversed(indices))
     yield from map(tuple, reversed(by_name.values()))
 
 
@@ -149,7 +149,7 @@ def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsB
     # Shards of a size differ only if its rows do not divide evenly. Ranks with equal sizes of all
     # shards have equal parts, so that a part is derived once and not for each of up to `degree`
     # ranks.
-    alike = grouped(
+    alike = group_by_key(
         (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
     )
     return tuple(

@@ -108,7 +108,7 @@ def silent_programs() -> Iterator[None]:
                 AsyncCompile, cpp_pybinding=_SilentKernel, **dict.fromkeys(_KERNELS, _UnknownKernel)
             ),
             replace_attributes(
-                _guards, _reinterpret_tensor=_reinterpreted, assert_size_stride=_unchecked
+                _guards, _reinterpret_tensor=_reinterpret_tensor, assert_size_stride=_skip_check
             ),
             torch._inductor.config.patch(**options),
             torch._functorch.config.patch(enable_autograd_cache=False),
@@ -207,11 +207,11 @@ class _UnknownKernel:
     run = __call__
 
 
-def _unchecked(*_: Any) -> None: ...
+def _skip_check(*_: Any) -> None: ...
 
 
 @torch.no_grad()
-def _reinterpreted(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+def _reinterpret_tensor(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     """Replace the C function by an operator, because fake tensors support only operators."""
     # The C function counts the offset from the tensor's first element, and `as_strided` from that
     # of the storage.

@@ -27,7 +27,7 @@ from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, PipelinedP
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cost import State
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.model import AttentionFacts, ModelFacts
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.fakes import detect_fake_mode
@@ -370,7 +370,7 @@ def _require_summable_ties(step: Pipeline, plan: Plan) -> None:
             "are summed between "
         )
         finding += "the first and the last stage on the device before the update"
-        raise refused(
+        raise input_error(
             "placement", finding, "Use gradients `R` or `S`, or a model without a tied head."
         )
 

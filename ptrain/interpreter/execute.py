@@ -25,7 +25,7 @@ from ptrain.axes.tensor.run.apply import (
     parallelize,
     require_rows,
 )
-from ptrain.errors import BrokenPlan, refused
+from ptrain.errors import BrokenPlan, input_error
 from ptrain.internals.compiled import lacks_compiler
 from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelPart, cut_into_stages
 from ptrain.interpreter.look import ModuleFiller
@@ -176,7 +176,7 @@ def _quantize(step: Quantize, piece: ModelPart, rank: Construction) -> None:
 
 def _require_compiler(rank: Construction) -> None:
     if rank.world.device.type == "cpu" and lacks_compiler():
-        raise refused(
+        raise input_error(
             "compile",
             "torch.compile needs a C++ compiler on CPUs, and there is none",
             "Install one, such as g++, or use `compile=none`.",

@@ -27,7 +27,7 @@ from ptrain.codec import decode, encode
 from ptrain.cost import Phase, State
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import SampleSource, read_batch, shard_batch
-from ptrain.errors import Fault, PtrainError, SpecError, refused
+from ptrain.errors import Fault, PtrainError, SpecError, input_error
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.look import build_and_inspect, inspect_module
@@ -101,7 +101,7 @@ def require_equal_samples(function: UserFunction | None, world: World) -> None:
     first, *others = gather(mine, world.size, world.device)
     for rank, other in enumerate(others, 1):
         if finding := _describe_sample_difference(first, other, rank):
-            raise refused(function.target_key, finding, _SAMPLES_REMEDY)
+            raise input_error(function.target_key, finding, _SAMPLES_REMEDY)
 
 
 def _describe_sample_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:

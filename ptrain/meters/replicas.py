@@ -47,7 +47,7 @@ from ptrain.report.copies import (
 )
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _WORD = 8  # bytes
 _ROW = 512  # words: the sums that leave the device are 4 KiB and 1/512 of the tensor
@@ -63,7 +63,7 @@ def compute_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     """
     with disable_modes():
         sums = [_compute_checksums(local_tensor(tensor.detach())) for tensor in tensors]
-        devices = grouped((checksums.device, index) for index, checksums in enumerate(sums))
+        devices = group_by_key((checksums.device, index) for index, checksums in enumerate(sums))
         texts = [""] * len(sums)
         for indices in devices.values():
             joined = torch.cat([sums[index] for index in indices]).cpu()
@@ -269,7 +269,7 @@ class ReplicaMeter:
 
     def _digest_by_ranks(self, table: Iterable[Replica]) -> dict[str, str]:
         """Return one digest of all shared parts for each set of ranks that shares some."""
-        of_ranks = grouped(
+        of_ranks = group_by_key(
             (tuple(dict.fromkeys(self._holders[copy.identity])), copy) for copy in table
         )
         return {

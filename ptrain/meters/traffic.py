@@ -53,7 +53,7 @@ from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _OF_TOKENS = {axis.value for axis in (*TOKEN_AXES, *EXPERT_AXES)}
 # axes of an exchange if ep is folded into tp
@@ -415,7 +415,7 @@ class CollectiveLedger(OperatorMode):
                 key: digest_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()
             }
             answers = exchange.gather(digests)
-            said = grouped(item for answer in answers for item in answer.items())
+            said = group_by_key(item for answer in answers for item in answer.items())
             odd = sorted(key for key, its in said.items() if len(set(its)) > 1)
             in_groups = [key for key in odd if not key.startswith(_OVER_AXES)]
             mismatches = _compare_in_full(exchange, ledgers, in_groups or odd, step) if odd else []

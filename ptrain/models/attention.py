@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.dispatch import disable_modes
 from ptrain.models.numerics import cap_values, widen
 from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
@@ -156,7 +156,7 @@ def attention_core(shape: ModelShape, layer: int) -> SdpaCore:
             return EagerCore(dropout, scores)
         case Attention.FLEX:
             if dropout:
-                raise refused(
+                raise input_error(
                     "attention",
                     f"flex_attention has no dropout, but the model has dropout={dropout}",
                     "Use `attention=sdpa`, `attention=eager` or `model.dropout=0`.",
@@ -175,7 +175,7 @@ def is_trainable(model: ModelSpec, device: torch.device) -> bool:
 def require_trainable(model: ModelSpec, device: torch.device) -> None:
     """Raise SpecError if the model's attention has no backward pass on this device."""
     if not is_trainable(model, device):
-        raise refused(
+        raise input_error(
             "attention",
             f"torch's flex_attention has no backward pass on {device.type}",
             "Use `attention=sdpa` or `attention=eager`, or train with `device=cuda`.",

@@ -29,19 +29,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import outcome_of
 from ptrain.models.external import named_in_spec
 from ptrain.models.ledger import first_real, is_real, watch_modules
-from ptrain.models.modes import OutsideDraws, copied_buffers, fork_generators, in_mode, reseed
+from ptrain.models.modes import (
+    OutsideDraws,
+    copied_buffers,
+    fork_generators,
+    in_mode,
+    seed_generators,
+)
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _SKIPS = "the model skips some layers at random"
 _OWN = "random numbers are drawn outside of the layers, so stages would draw different ones"
@@ -87,7 +93,7 @@ class SeedComparison:
             copied_buffers(self._model),
             watch_modules(modules, before=self._on_enter, after=self._on_leave),
         ):
-            reseed(self._number)
+            seed_generators(self._number)
             output = self._run()
         if not self._fault and self._visited != [*self._layers]:
             self._fault = _SKIPS
@@ -118,7 +124,7 @@ class SeedComparison:
         follow."""
         if not self._number:
             self._gave[name] = tree_map(_clone_tensor, output)
-        reseed(0 if self._uses_first_seed(self._layers.index(name)) else self._number)
+        seed_generators(0 if self._uses_first_seed(self._layers.index(name)) else self._number)
         return tree_map(_clone_tensor, self._gave.get(name, output))
 
 
@@ -404,7 +410,7 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
         return _at_the_list(module, names, place, f"the pp_plan of {name}")
     if not (blocks := tuple(blocks_of(module, spec.model.blocks))):
         finding = f"{name} has no list of layers to split into stages"
-        raise refused(
+        raise input_error(
             "mesh.pp", finding, f"Give the module an attribute {_ATTRIBUTE}. Or use `mesh.pp=1`."
         )
     return _Layers(place, f"the blocks of {name}", blocks)
@@ -434,12 +440,12 @@ def _at_the_list(module: nn.Module, names: Sequence[str], place: str, plan: str)
     known = dict(module.named_modules())
     if missing := [name for name in names if name not in known]:
         finding = f"{plan} has {missing[0]}, but the model has no such module"
-        raise refused(place, finding, "Use names of existing modules.")
+        raise input_error(place, finding, "Use names of existing modules.")
     lists = [name for name in names if isinstance(known[name], nn.ModuleList)]
     if len(lists) != 1:
         named = ", ".join(lists) or "none"
         finding = f"{plan} must contain one ModuleList, the layers; it contains {named}"
-        raise refused(place, finding, f"Set {_ATTRIBUTE}.")
+        raise input_error(place, finding, f"Set {_ATTRIBUTE}.")
     at = names.index(lists[0])
     return _Layers(
         place,
@@ -455,7 +461,7 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
         for name in modules:
             if not is_within(name, layers.names):
                 finding = f"{name} is a wrap unit, but not a layer of {layers.plan}"
-                raise refused(layers.place, finding, "Add the list of its blocks to the plan.")
+                raise input_error(layers.place, finding, "Add the list of its blocks to the plan.")
 
 
 def _record_flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> LayerFlow:
@@ -473,24 +479,24 @@ def _record_flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec:
             )
             if fault := redraws.find_difference(draws_itself=flow.draws_itself):
                 finding = f"{layers.plan} cannot be split into stages: {fault}"
-                raise refused(layers.place, finding, "Use `mesh.pp=1`.")
+                raise input_error(layers.place, finding, "Use `mesh.pp=1`.")
     return flow
 
 
 def _require_flow(flow: LayerFlow, layers: _Layers) -> None:
     if flow.visited != [*layers.names]:
         finding = f"the forward pass does not call the layers of {layers.plan} one after the other"
-        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
+        raise input_error(layers.place, finding, "Use `mesh.pp=1`.")
     if flow.faults:
         finding = f"{layers.plan} cannot be split into stages: {flow.faults[0]}"
-        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
+        raise input_error(layers.place, finding, "Use `mesh.pp=1`.")
 
 
 def _hidden_states(flow: LayerFlow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
     """Return the shape of the hidden states between layers: samples, tokens (if any), features."""
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return different numbers of values"
-        raise refused(
+        raise input_error(
             layers.place,
             finding,
             "Let each layer return the same number of values, or use `mesh.pp=1`.",
@@ -506,7 +512,7 @@ def _hidden_states(flow: LayerFlow, layers: _Layers, samples: SampleBatch) -> tu
             f"a layer receives {shapes} for {_describe_samples(samples)}; a stage can only pass on "
         )
         finding += "hidden states"
-        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
+        raise input_error(layers.place, finding, "Use `mesh.pp=1`.")
     return shape
 
 
@@ -532,7 +538,8 @@ def _find_ends(module: nn.Module, layers: _Layers, flow: LayerFlow) -> Ends:
             behind.append(name)
         else:
             finding = f"{name} belongs to no module of {layers.plan}, so every stage would hold it"
-            raise refused(layers.place, finding, "Add its module to the plan, or use `mesh.pp=1`.")
+            remedy = "Add its module to the plan, or use `mesh.pp=1`."
+            raise input_error(layers.place, finding, remedy)
     ends = Ends(front=tuple(front), behind=tuple(behind))
     _require_as_planned(module, layers, ends)
     _require_at_one_end(module, layers, ends, flow)
@@ -557,7 +564,7 @@ def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
             if named is not None and is_within(name, used) and not is_within(name, named):
                 finding = f"{name} is used {place} the layers, but {layers.plan} does not list it "
                 finding += "there, so every stage would hold it"
-                raise refused(
+                raise input_error(
                     layers.place, finding, "Add its module to the plan, or use `mesh.pp=1`."
                 )
 
@@ -574,7 +581,7 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: La
             remedy = (
                 "If the output head uses it, make the head a module that holds it (`head.weight = "
             )
-            raise refused(layers.place, finding, f"{remedy}embed.weight`). Or use `mesh.pp=1`.")
+            raise input_error(layers.place, finding, f"{remedy}embed.weight`). Or use `mesh.pp=1`.")
 
 
 def _tied_names(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
@@ -587,13 +594,13 @@ def _tied_names(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tupl
                 yield first, other
             elif is_within(first, ends.behind) and is_within(other, ends.front):
                 finding = f"{first} is tied to {other}, but is defined before it in the model"
-                raise refused(layers.place, finding, "Define the embedding first.")
+                raise input_error(layers.place, finding, "Define the embedding first.")
             elif not any(is_within(first, at) and is_within(other, at) for at in places):
                 finding = f"{first} and {other} are the same tensor, but belong to two stages"
-                raise refused(layers.place, finding, "Use `mesh.pp=1`.")
+                raise input_error(layers.place, finding, "Use `mesh.pp=1`.")
 
 
 def names_of_parameters(module: nn.Module) -> list[list[str]]:
     """Return the names of every parameter, grouped; a tied parameter has several."""
     named = module.named_parameters(remove_duplicate=False)
-    return [*grouped((id(parameter), name) for name, parameter in named).values()]
+    return [*group_by_key((id(parameter), name) for name, parameter in named).values()]

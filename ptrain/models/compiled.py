@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.compiled import compile_whole, is_compiling, silent_programs
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.models.cross_entropy import fusible_loss_sum
@@ -154,7 +154,7 @@ def compile_loss(logits_of: Callable[[Tensor], Tensor], padding: int) -> LossPro
 def _require_program(part: str) -> None:
     """Raise SpecError if torch runs the caller eagerly because compilation is disabled."""
     if not is_compiling():
-        raise refused(
+        raise input_error(
             "compile",
             f"torch ran {part} operator by operator in place of its compiled program",
             "Unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use `compile=none`.",

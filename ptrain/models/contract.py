@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import convert_exceptions, describe_value, report_exceptions
 from ptrain.models.external import MapDataset, dataset_of, named_in_spec, target_fault
@@ -112,7 +112,7 @@ def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
         pass  # a builtin may have no signature to compare with
     except TypeError as error:
         place, name = named_in_spec(model, spec)
-        raise refused(
+        raise input_error(
             place,
             f"{type(model).__name__}.forward of {name}, called with tokens only: {error}",
             f"The model must define {NEEDED}.",
@@ -129,7 +129,7 @@ def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
 def _output_error(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
     """Return the error for an output that is not a tensor of logits."""
     place, name = named_in_spec(model, spec)
-    return refused(
+    return input_error(
         place,
         f"{type(model).__name__}.forward of {name}{given} returned {output}",
         f"The model must define {NEEDED}.{_OTHERWISE}",
@@ -222,7 +222,7 @@ def _loss_of_step(
         loss = objective.run(model, samples)
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        raise refused(
+        raise input_error(
             function.target_key,
             f"{function.target} uses {names[0]}{more} outside of the model call",
             f"{_WITHIN}: {AROUND_CALLS}",
@@ -242,7 +242,7 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
     def require_none() -> None:
         for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
             if parameter.grad is not grad:
-                raise refused(
+                raise input_error(
                     function.target_key,
                     f"{function.target} runs backward: {name} has a gradient afterwards",
                     "Return the loss; ptrain runs backward.",

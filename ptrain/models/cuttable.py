@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import convert_exceptions, describe_error
 from ptrain.models.contract import OnePass, least_embeddings
@@ -140,7 +140,7 @@ def require_equal_shards(
             with _watch_boundaries(module, named, blocks, tensors), once.prepare() as run:
                 run()
     if problem := next((part.problem for part in parts if part.problem), ""):
-        raise refused(place, problem, _REMEDY)
+        raise input_error(place, problem, _REMEDY)
 
 
 def _fill_distinct_tokens(once: OnePass, module: nn.Module) -> None:
@@ -241,14 +241,14 @@ def check_sharding(
     tokens = TokenSlices(named, blocks, spec.batch.sequence)
     follower = follow_pass(module, named, owners, tokens, once=once, is_naive=spec.tensor.is_naive)
     if follower.problem:
-        raise refused(place, *follower.problem)
+        raise input_error(place, *follower.problem)
     lengths = {name: follower.projections.projection_widths(name) for name in named}
     _require_fused(named, lengths, place)
     if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
         raise SpecError(*faults)
     if blocks:
         if tokens.on_both:
-            raise refused(
+            raise input_error(
                 place,
                 f"the parameters of {min(tokens.on_both)} are used on a shard of the tokens and on "
                 "all tokens",
@@ -288,7 +288,7 @@ def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], 
         if role is Role.FUSED_COLUMN and not lengths[name]:
             finding = f"{name} has the role fused column, but its output is not split into "
             finding += "consecutive projections"
-            raise refused(place, finding, "Give it the role `column`, or no role.")
+            raise input_error(place, finding, "Give it the role `column`, or no role.")
 
 
 def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> Iterator[Fault]:
@@ -325,7 +325,7 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
     if count is not None and count != spec.batch.sequence:
         finding = f"{spec.batch.sequence}, but {blocks[0]} returns {count} vectors per sample, "
         finding += "and tensor-parallel traffic is counted by batch.sequence"
-        raise refused("batch.sequence", finding, f"Use `batch.sequence={count}`.")
+        raise input_error("batch.sequence", finding, f"Use `batch.sequence={count}`.")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
@@ -334,7 +334,7 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
     for pattern, role in roles:
         for name in _names_of_role(module, pattern, role):
             if name in seen:
-                raise refused(
+                raise input_error(
                     place, f"{name} has two roles, {seen[name]} and {role}", "Give it one role."
                 )
             seen[name] = role
@@ -353,7 +353,7 @@ def _require_something_cut(named: dict[str, Role], place: str) -> None:
     """Raise SpecError if no module has a role that shards it."""
     if not set(_KINDS) & set(named.values()):
         words = ", ".join(_KINDS)
-        raise refused(
+        raise input_error(
             place,
             f"the plan shards nothing: no module has one of the roles {words}",
             "Give roles to the layers, or use `mesh.tp=1`.",
@@ -364,7 +364,7 @@ def _require_one_head(named: dict[str, Role], place: str) -> None:
     """Raise SpecError if several modules have the role head."""
     heads = [name for name, role in named.items() if role is Role.HEAD]
     if len(heads) > 1:
-        raise refused(
+        raise input_error(
             place,
             f"{heads[0]} and {heads[1]} both have the role head; a model has one output head",
             "Give the others the role `column`, or another role.",

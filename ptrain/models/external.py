@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data import default_collate
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.models.boundary import convert_exceptions, describe_error, report_exceptions
 from ptrain.spec import slips
@@ -71,7 +71,7 @@ def build_external(model: ExternalModel) -> nn.Module:
     function = model.function
     module = call_target(function)
     if not isinstance(module, nn.Module):
-        raise refused(
+        raise input_error(
             function.target_key,
             f"{model.target} returned {type(module).__name__}, not a torch.nn.Module",
             _target_remedy(function),
@@ -111,7 +111,7 @@ def resolve_target(function: UserFunction, *given: str) -> Callable[..., object]
         names = ", ".join((*given, *function.arguments)) or "no arguments"
         finding = f"{function.target} cannot be called with {names}: {error}"
         place = f"{function.section}.arguments"
-        raise refused(
+        raise input_error(
             place, finding, f"Set `{place}` to arguments that the function accepts: `{signature}`."
         ) from error
     except ValueError:
@@ -146,7 +146,7 @@ def _import_target(function: UserFunction) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
-        raise refused(
+        raise input_error(
             function.target_key,
             f"{target!r} does not have the form package.module:function",
             remedy,
@@ -155,11 +155,11 @@ def _import_target(function: UserFunction) -> Callable[..., object]:
     with report_exceptions(function.target_key, module_name, remedy):
         value = getattr(module, attribute, None)
     if value is None:
-        raise refused(
+        raise input_error(
             function.target_key, f"module {module_name} has no attribute {attribute!r}", remedy
         )
     if not callable(value):
-        raise refused(
+        raise input_error(
             function.target_key,
             f"{target} is {slips.with_article(type(value).__name__)}, not a function",
             remedy,
@@ -197,7 +197,7 @@ def _require_unique(name: str, folder: str, function: UserFunction) -> None:
         finding = f"two modules are named {top}: {here} next to the spec, and {there}"
         remedy = "Rename the one next to the spec. To use the other one, set "
         remedy += f"`{function.section}.folder` to a folder without it."
-        raise refused(function.target_key, finding, remedy)
+        raise input_error(function.target_key, finding, remedy)
 
 
 def _find_installed(top: str) -> ModuleSpec | None:
@@ -323,7 +323,7 @@ class MapDataset:
         return tree_map(lambda leaf: leaf[0], sample)
 
     def _make_error(self, finding: str, remedy: str = _NEEDED) -> SpecError:
-        return refused(self._function.target_key, finding, remedy)
+        return input_error(self._function.target_key, finding, remedy)
 
 
 def dataset_of(function: UserFunction) -> MapDataset:

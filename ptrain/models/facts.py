@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.facts.model import (
     AttendingModule,
     AttentionFacts,
@@ -187,7 +187,7 @@ def attending_of(model: nn.Module, spec: Spec) -> AttentionFacts | None:
         if call.fault:
             raise not_plain(place, module or name, call)
         if module in known:
-            raise refused(
+            raise input_error(
                 place,
                 f"{module or name} calls attention twice per forward pass",
                 f"Use a separate module for each call, {_NO_CP}",
@@ -212,7 +212,7 @@ def attending_of(model: nn.Module, spec: Spec) -> AttentionFacts | None:
     ):  # fmt: skip
         logits_at(model, positions, argument, spec)
     if not known:
-        raise refused(
+        raise input_error(
             place,
             f"no module of {name} calls {_NAME}, which cp replaces to reach the tokens "
             "of other ranks",
@@ -258,7 +258,7 @@ def not_plain(place: str, module: str, call: AttendingCall) -> SpecError:
     if call.dropout and call.is_causal:
         remedy = "Disable attention dropout (in a Transformers config `attention_dropout: 0` or "
         remedy += "`attn_pdrop: 0`)"
-    return refused(place, finding, f"{remedy}, {_NO_CP}")
+    return input_error(place, finding, f"{remedy}, {_NO_CP}")
 
 
 def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
@@ -273,7 +273,7 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
         if isinstance(size, int) and 0 < size <= spec.batch.sequence:
             finding = f"{field} of {name} is {size}, but a sample has {spec.batch.sequence} tokens"
             finding += ": cp supports attention to all previous tokens only"
-            raise refused(
+            raise input_error(
                 at, finding, f"Set `{field}` to null or {spec.batch.sequence + 1}, {_NO_CP}"
             )
     for kind, original in _rotary_types(getattr(config, "rope_parameters", None)):
@@ -286,7 +286,7 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
             finding += (
                 f"above {original}, but a cp rank computes only a shard of {spec.batch.sequence}"
             )
-            raise refused(
+            raise input_error(
                 at, finding, f"Use another `rope_type`, at most {original} tokens, {_NO_CP}"
             )
 
@@ -321,7 +321,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     """
     if spec.loss.fused and not can_fuse():
         finding = f"torch {torch.__version__} has no linear_cross_entropy that works in chunks"
-        raise refused(
+        raise input_error(
             "loss.fused",
             finding,
             "Remove `loss.fused`, which chunks do not need, or install torch 2.13.",
@@ -344,7 +344,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     _, model_name = named_in_spec(model, spec)
     finding = f"{model_name} does not return the output of one of its nn.Linear for all tokens: "
     finding += "other operators follow it or replace it"
-    raise refused(
+    raise input_error(
         "loss", finding, "Remove `loss` to compute full logits, or end the model with an nn.Linear."
     )
 
@@ -401,7 +401,7 @@ def _count_experts(experts: nn.Module, name: str, place: str) -> int:
     firsts = {shape[:1] for shape in sizes.values()}
     if len(firsts) != 1 or firsts == {()}:
         shown = ", ".join(f"{path} {list(shape)}" for path, shape in [*sizes.items()][:3])
-        raise refused(
+        raise input_error(
             place,
             f"{name} does not stack all experts of a layer along the first dimension: "
             f"it has {shown}",
@@ -410,7 +410,7 @@ def _count_experts(experts: nn.Module, name: str, place: str) -> int:
     ((number,),) = firsts
     own = getattr(experts, NUMBER, number)
     if own != number:
-        raise refused(
+        raise input_error(
             place,
             f"{name}.{NUMBER} is {own}, but the first dimension of its tensors is {number}",
             _REMEDY,
@@ -423,7 +423,7 @@ def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
     if len({*layers}) > 1:
         kinds = dict.fromkeys(layers)
         shown = " and ".join(f"{n} experts, {k} per token, {d} features" for n, k, d in kinds)
-        raise refused(
+        raise input_error(
             place,
             f"not supported yet: MoE layers that differ: {shown}",
             "Use `dp_shard` instead of `ep`.",
@@ -467,7 +467,7 @@ def _replace_experts(
         if not is_one or len(sizes[0]) != 2 or sizes[1] != (len(args[0]), *sizes[2][1:]):
             shown = ", ".join(str(list(size)) for size in sizes) or "no tensors"
             finding = f"{name} receives {shown}; it must define "
-            raise refused(place, f"{finding}{_FORM}", _REMEDY)
+            raise input_error(place, f"{finding}{_FORM}", _REMEDY)
         (rows, features), (_, chosen) = sizes[:2]
         calls[name].append(_Call(rows, features, chosen))
         return torch.zeros_like(args[0])
@@ -492,7 +492,7 @@ def _one_call(name: str, calls: Sequence[_Call], place: str, spec: Spec) -> _Cal
         rows = " and ".join(str(call.rows) for call in calls) or "no"
         finding = f"{name} receives {rows} rows for a sample of {tokens} tokens; "
         finding += "the predicted traffic assumes one row per token, in one call"
-        raise refused(place, finding, "Use `dp_shard` instead of `ep`.")
+        raise input_error(place, finding, "Use `dp_shard` instead of `ep`.")
     return calls[0]
 
 

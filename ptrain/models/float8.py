@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.scaled_products import scaled_mm
 from ptrain.spec.precision import FP8_CAPABILITY, Matmul
 
@@ -72,7 +72,7 @@ class _Factor(NamedTuple):
         return _Factor(self.values.t(), self.inverse.t())
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, dim: int | None) -> _Factor:
+def _quantize_matrix(x: Tensor, dtype: torch.dtype, dim: int | None) -> _Factor:
     """Scale a matrix and cast it to fp8.
 
     Args:
@@ -118,8 +118,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_MK, weight_NK)
         ctx.recipe = recipe
         along = recipe is Matmul.ROWWISE
-        left = _quantized(x_MK, _E4M3, 1 if along else None)
-        right = _quantized(weight_NK.t(), _E4M3, 0 if along else None)
+        left = _quantize_matrix(x_MK, _E4M3, 1 if along else None)
+        right = _quantize_matrix(weight_NK.t(), _E4M3, 0 if along else None)
         return _product(left, right, x_MK.dtype, is_fast=True)
 
     @staticmethod
@@ -129,17 +129,17 @@ class _Linear(torch.autograd.Function):
         dtype, columns = (_E4M3, 0) if along else (_E5M2, None)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         of_x = of_weight = None
-        left = _quantized(gradient_MN, dtype, 1 if along else None)
+        left = _quantize_matrix(gradient_MN, dtype, 1 if along else None)
         if needs_x:
-            right = _quantized(weight_NK, _E4M3, columns)
+            right = _quantize_matrix(weight_NK, _E4M3, columns)
             of_x = _product(left, right, gradient_MN.dtype, is_fast=along)
             # The fp8 copy of the weight is freed before that of the input is made.
             del right
         if needs_weight:
             # Scales per row depend on the dimension that the product sums over. A scale per tensor
             # does not, so its copy serves both products.
-            left = _quantized(gradient_MN, dtype, columns) if along else left
-            right = _quantized(x_MK, _E4M3, columns)
+            left = _quantize_matrix(gradient_MN, dtype, columns) if along else left
+            right = _quantize_matrix(x_MK, _E4M3, columns)
             of_weight = _product(left.transposed, right, gradient_MN.dtype, is_fast=along)
         return of_x, of_weight, None
 
@@ -174,11 +174,11 @@ def require_fp8_device(device: torch.device, dtype: torch.dtype, recipe: Matmul)
     if torch.version.hip is not None or 10 * major + minor < FP8_CAPABILITY:
         has = "is an AMD GPU" if torch.version.hip is not None else f"has {10 * major + minor}"
         finding = f"need a GPU of compute capability {FP8_CAPABILITY} or more, and {name} {has}"
-        raise refused("precision.matmul", f"{recipe} products {finding}", remedy)
+        raise input_error("precision.matmul", f"{recipe} products {finding}", remedy)
     if recipe is Matmul.ROWWISE and dtype is not torch.bfloat16:
         finding = f"{recipe} products of {name} return bf16, and the parameters are {dtype}"
         remedy = f"Use `precision.parameters=bf16`, or `precision.matmul={Matmul.TENSORWISE}`."
-        raise refused("precision.matmul", finding, remedy)
+        raise input_error("precision.matmul", finding, remedy)
 
 
 def use_float8(module: nn.Module, names: Iterable[str], recipe: Matmul) -> None:

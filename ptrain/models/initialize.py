@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.drawn import DrawnWeights
@@ -72,7 +72,7 @@ from ptrain.spec.block import Norm
 from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec, require_leave_of
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _MATRIX = 2  # dimensions
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
@@ -268,7 +268,7 @@ def _matches_pattern(module: nn.Module, attribute: str, name: str) -> bool:
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
     """Return the parameters and persistent buffers of a module."""
     state = module.state_dict(keep_vars=True)
-    by_tensor = grouped(
+    by_tensor = group_by_key(
         (id(tensor), (name, tensor))
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
@@ -306,7 +306,7 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
     # Every element must be found exactly once, else a file would be read into the wrong rows.
     for name, parts in stored.items():
         if sum(math.prod(rows.shape) for rows in parts) != math.prod(shapes[name]):
-            raise refused(
+            raise input_error(
                 "model.pretrained",
                 f"the files contain {name} of {type(module).__name__} neither as one "
                 "tensor nor as rows of one",
@@ -547,7 +547,7 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
 def require_fresh(module: nn.Module) -> None:
     """Raise SpecError for an object that is no module, is wrapped already, or has no values."""
     if not isinstance(module, nn.Module):
-        raise refused(
+        raise input_error(
             _PLACE,
             f"{type(module).__name__} is not a torch.nn.Module",
             "Pass the unwrapped module.",
@@ -561,10 +561,10 @@ def require_fresh(module: nn.Module) -> None:
                 "To measure a module that you wrapped, use `ptrain.measure(model, "
                 "optimizer=optimizer)`."
             )
-            raise refused(_PLACE, finding, remedy)
+            raise input_error(_PLACE, finding, remedy)
     for path, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            raise refused(
+            raise input_error(
                 _PLACE,
                 f"{path} of {name} is already sharded (a DTensor)",
                 "Pass the module with full tensors; ptrain shards them.",
@@ -578,7 +578,7 @@ def _require_values(module: nn.Module) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [path for path, tensor in tensors if tensor.is_meta]
     if on_meta:
-        raise refused(
+        raise input_error(
             _PLACE,
             f"{on_meta[0]} of {type(module).__name__} is on the meta device and has no values",
             "Build it on the CPU after `torch.manual_seed`, with the same seed on every "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_iter, tree_leaves
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.part import replace_attributes
 from ptrain.models.boundary import UserCodeError, convert_exceptions
@@ -221,7 +221,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
         finding = f"{function.target} returned a model on the meta device, and {way} "
         remedy = "Fill every parameter and buffer in a method `init_weights(self)` of the model, "
         remedy += 'or build the model without `torch.device("meta")`.'
-        raise refused(function.target_key, f"{finding}{unset[0]}{more}", remedy)
+        raise input_error(function.target_key, f"{finding}{unset[0]}{more}", remedy)
 
 
 def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor]:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.autograd import next_sequence_number, sequence_number
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.internals.part import replace_attributes
@@ -151,7 +151,7 @@ class SampleBatch:
                 keys = ", ".join(map(str, self.data))
                 finding = f"a sample is a dictionary with the keys {keys}; none of them is "
                 finding += "`inputs`"
-                raise refused(
+                raise input_error(
                     "data.target",
                     finding,
                     "Rename the input of the model to `inputs`, or set "
@@ -383,7 +383,7 @@ class ModelLoss(OutputLoss):
         with calls.watch():
             loss = self.compute_loss(model, samples)
         if not calls.num_calls:
-            raise refused(
+            raise input_error(
                 self.function.target_key,
                 f"{self.function.target} does not call the model",
                 f"Call `model(…)` in it: {AROUND_CALLS}",
@@ -415,12 +415,12 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
         SpecError: It is not.
     """
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise refused(
+        raise input_error(
             function.target_key, f"{function.target} returned {describe_value(loss)}", _LOSS
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         finding = f"{function.target} returned a loss that depends on no trainable "
-        raise refused(
+        raise input_error(
             function.target_key, f"{finding}parameter", "Compute it from the output of the model."
         )
     return loss

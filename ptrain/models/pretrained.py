@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.internals.part import replace_attributes
@@ -77,7 +77,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     _require_plain_loss(named, config, "model.config")
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
-        raise refused(
+        raise input_error(
             "model.config",
             f"max_position_embeddings is {positions}, but a sample has {sequence} tokens",
             f"Set `max_position_embeddings` to {sequence} or more.",
@@ -107,7 +107,7 @@ def _require_plain_loss(named: Any, config: Any, place: str) -> None:
             remedy = f"Use `{place}.{field}={off}`."
             if field == _ROUTERS:
                 remedy += " Built-in MoE models support such a loss: `model.aux_loss`."
-            raise refused(f"{place}.{field}", f"{finding}trains on the logits only", remedy)
+            raise input_error(f"{place}.{field}", f"{finding}trains on the logits only", remedy)
 
 
 def layers_of(model: HuggingFaceModel) -> int | None:
@@ -235,7 +235,7 @@ def to_logits(module: nn.Module) -> None:
     if not callable(getattr(module, "get_output_embeddings", None)) or (
         module.get_output_embeddings() is None
     ):
-        raise refused(
+        raise input_error(
             "model",
             f"{type(module).__name__} of Transformers has no output head and returns no logits",
             "Use a causal language model (`AutoModelForCausalLM`).",
@@ -278,11 +278,11 @@ def _class_of(name: str) -> Any:
     if kind not in classes or kind not in CONFIG_MAPPING:
         finding = f"Transformers has no causal language model {name!r}"
         near = suggest_word(name, [*classes, *kinds])
-        raise refused("model.hf", finding, near or "Use a class such as `LlamaForCausalLM`.")
+        raise input_error("model.hf", finding, near or "Use a class such as `LlamaForCausalLM`.")
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     except (ImportError, AttributeError) as error:
-        raise refused(
+        raise input_error(
             "model.hf",
             f"Transformers cannot load {name}: {_one_line_message(error)}",
             "Install the package that the error names.",
@@ -367,7 +367,7 @@ _MOST_INDEX = 2**28  # bytes of an index; a 405B model's has 10^5
 
 def _folder_error(folder: Path, finding: str, remedy: str = "") -> Exception:
     usual = "Use a folder of safetensors files that Transformers loads."
-    return refused(_PLACE, f"{folder}: {finding}", remedy or usual)
+    return input_error(_PLACE, f"{folder}: {finding}", remedy or usual)
 
 
 class PretrainedFolder:
@@ -585,7 +585,7 @@ def _import_safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise refused(
+        raise input_error(
             _PLACE,
             "reading its files needs the safetensors library, which is not installed",
             "Run `pip install safetensors`.",

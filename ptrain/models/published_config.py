@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, refused
+from ptrain.errors import Fault, input_error
 from ptrain.models.window import Window, has_overlapping_rows
 from ptrain.spec.model import ModelShape
 from ptrain.spec.published import find_refused, list_ignored
@@ -242,7 +242,9 @@ def experts_setting(register: Register, product: Experts, given: object) -> dict
                 "only in float32, "
             )
             finding += f"bfloat16 and float16 with rows that are a multiple of {_ALIGNED} bytes"
-            raise refused(f"model.config.{EXPERTS}", finding, "Use `eager`, or remove the field.")
+            raise input_error(
+                f"model.config.{EXPERTS}", finding, "Use `eager`, or remove the field."
+            )
         return product(module, hidden_ND, *routing)
 
     def by_dtype(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:

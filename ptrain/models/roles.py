@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.parameters import roles_of
 from ptrain.models.boundary import report_exceptions
 from ptrain.models.cuttable import check_sharding, matching_names
@@ -37,7 +37,7 @@ from ptrain.spec.placement import (
     matches_pattern,
 )
 from ptrain.spec.spec import Spec
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
@@ -115,7 +115,7 @@ def module_roles(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
 def _block_names(module: nn.Module, place: str, spec: Spec) -> list[str]:
     """Return the names of the model's blocks; raise SpecError if it has none."""
     if not (names := blocks_of(module, spec.model.blocks)):
-        raise refused(
+        raise input_error(
             place,
             "the model has no list of blocks, between which tokens could be sharded",
             "Set `model.blocks`, or use `placement.tp.activations=R`.",
@@ -154,7 +154,7 @@ def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
     if not names:
         finding = f"{named_in_spec(module, spec)[1]} declares no module that holds all experts of "
         finding += f"a layer{f' (no module is named {meant[0]})' if meant else ''}"
-        raise refused(
+        raise input_error(
             plan.place,
             finding,
             _missing_entries_remedy(f'"layers.*.experts": {Role.EXPERTS}', plan),
@@ -183,7 +183,7 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         _, name = named_in_spec(module, spec)
         finding = f"{name} has no tensor-parallel plan"
         entries = '"layers.*.mlp.up": column, "layers.*.mlp.down": row, …'
-        raise refused(plan.place, finding, _missing_entries_remedy(entries, plan))
+        raise input_error(plan.place, finding, _missing_entries_remedy(entries, plan))
     return plan
 
 
@@ -245,18 +245,18 @@ def _translate_roles(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role
                 "Set a custom `tensor.plan`, in which a layer with several projections "
                 "has the role "
             )
-            raise refused(
+            raise input_error(
                 plan.place, finding, f"{remedy}`fused column` and is followed by a `row`."
             )
         if word not in (*GIVEN, *_THEIRS):
             finding = f"the plan entry {pattern}: {word} is not a known role"
             words = (*GIVEN, *_THEIRS)
-            raise refused(
+            raise input_error(
                 plan.place, finding, f"Known roles: {', '.join(words)}. Set a custom `tensor.plan`."
             )
         if not names and not plan.is_from_transformers:
             finding = f"no {'integer attribute' if is_count else 'module'} is named {pattern}"
-            raise refused(
+            raise input_error(
                 plan.place,
                 finding,
                 f"Use one of the names of this model: {_describe_layers(module)}.",
@@ -321,7 +321,7 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
 
 def _tied_roles(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
     """Yield the roles of embeddings and heads that share a weight with a sharded one."""
-    owners = grouped(
+    owners = group_by_key(
         (id(child.weight), name)
         for name, child in module.named_modules()
         if isinstance(child, _LAYERS)

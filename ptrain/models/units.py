@@ -9,7 +9,7 @@ from typing import assert_never
 
 from torch import nn
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.placement import matches_pattern
 
@@ -87,16 +87,16 @@ def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
         f"`model.blocks={_example_pattern(module)}`."
     )
     if not names:
-        raise refused("model.blocks", f"no module is named {pattern!r}", remedy)
+        raise input_error("model.blocks", f"no module is named {pattern!r}", remedy)
     for name in names:
         if isinstance(named[name], _CONTAINERS):
-            raise refused(
+            raise input_error(
                 "model.blocks",
                 f"{name} is {type(named[name]).__name__}, which has no forward call",
                 remedy,
             )
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
-            raise refused(
+            raise input_error(
                 "model.blocks", f"{pattern!r} matches both {outer} and its submodule {name}", remedy
             )
     return names

@@ -15,7 +15,7 @@ from ptrain.spec.placement import SAMPLE_AXES
 from ptrain.spec.spec import Spec, indices_in_groups, rank_groups
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.steps.wraps import ExecutedStep, WrapStep
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2  # groups shown as evidence: all others follow the same pattern
@@ -261,7 +261,7 @@ def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
 
     Theorem 7.3 makes the same demand of pipelines and the groups of ranks that share stages.
     """
-    groups_of = grouped(
+    groups_of = group_by_key(
         (rank, index) for index, other in enumerate(tensor_groups) for rank in {*other}
     )
 

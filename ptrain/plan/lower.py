@@ -28,7 +28,7 @@ from ptrain.axes.expert.form import experts_of, loads_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.cost import State
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.facts.float8 import products_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
@@ -70,7 +70,7 @@ def built_in_facts(spec: Spec) -> ModelFacts:
         SpecError: The model is not built in.
     """
     if not isinstance(spec.model, ModelShape):
-        raise refused(
+        raise input_error(
             "model",
             "the sizes of this model are known only after running its code",
             "Add `--allow-import` (in Python, pass facts to derive: "
@@ -237,7 +237,7 @@ def _make_pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 def _make_accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # only in a call from Python: commands resolve `auto`
-        raise refused(
+        raise input_error(
             "batch.micro",
             "auto is not resolved to a micro-batch size yet",
             "pass ptrain.resolve_auto(ptrain.load(...))",
@@ -249,7 +249,7 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """Return the step that sets activation modes, or None if all blocks are plain. `blocks` are the
     names in the module; built-in models have `blocks.0` and so on."""
     if spec.activations.is_open:  # only in a call from Python: commands resolve the budget
-        raise refused(
+        raise input_error(
             "recompute.budget",
             "the recompute policy is not selected yet",
             "pass ptrain.resolve_auto(ptrain.load(...))",

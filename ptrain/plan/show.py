@@ -51,7 +51,7 @@ from ptrain.steps.step import (
     Update,
 )
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Replicate
-from ptrain.units import counted, format_memory, grouped
+from ptrain.units import format_memory, group_by_key, with_noun
 
 _FEW_GROUPS = 8  # groups that are listed: further ones repeat the pattern
 
@@ -66,7 +66,7 @@ def format_plan(spec: Spec, plan: Plan) -> str:
     Returns:
         Several lines of text.
     """
-    lines = [f"plan of {spec.name}: {counted(spec.world_size, 'rank')}", ""]
+    lines = [f"plan of {spec.name}: {with_noun(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step_text(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
@@ -115,7 +115,7 @@ def _pipeline_text(step: Pipeline) -> str:
     ranks, names = max(step.rank_of) + 1, ", ".join(name for name, _ in step.shared)
     shared = f"; first and last stage share {names}; its gradients are summed" if names else ""
     return (
-        f"split the model over {step.axis} into {counted(step.stages, 'stage')}, "
+        f"split the model over {step.axis} into {with_noun(step.stages, 'stage')}, "
         f"{step.stages // ranks} per rank; each stage holds Θ, Ω and G of its layers; schedule "
         f"{step.schedule}{shared}"
     )
@@ -130,7 +130,7 @@ def _stage_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
         ends = ["input modules"] * (stage == 0), ["output modules"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shorten_names(list(layers)), *ends[1]])
-        most = counted(most_held_of(schedule, stage), "micro-batch")
+        most = with_noun(most_held_of(schedule, stage), "micro-batch")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
 
 
@@ -198,7 +198,7 @@ def _fully_shard(step: FullyShard) -> str:
 
 
 def _prefetch_text(num: int) -> str:
-    return f"prefetch {counted(num, 'unit')}" if num else "no prefetch"
+    return f"prefetch {with_noun(num, 'unit')}" if num else "no prefetch"
 
 
 def _flat_text(step: FlatUnits, *, stateless: bool) -> str:
@@ -380,7 +380,7 @@ _RESULTS = {
 def keep_text(step: Keep) -> str:
     """Return a text such as `recompute blocks 0-7, keeping inputs; offload the saved tensors of
     block 8 …`."""
-    alike = grouped((kept, name) for name, kept in step.blocks)
+    alike = group_by_key((kept, name) for name, kept in step.blocks)
     texts = [_kept_text(kept, _blocks_text(names)) for kept, names in alike.items()]
     files = [f"files in {step.path}"] if step.path is not None else []
     return "; ".join([*texts, *files])
@@ -403,7 +403,7 @@ def _of_blocks(names: Sequence[str]) -> str:
         is_within = parts[0] == "blocks"
         block = ".".join(parts[:2]) if is_within else ""
         blocks.setdefault(block, []).append(".".join(parts[2:]) if is_within else name)
-    alike = grouped((tuple(inner), block) for block, inner in blocks.items())
+    alike = group_by_key((tuple(inner), block) for block, inner in blocks.items())
     texts = [
         (", ".join(inner), _blocks_text(of) if of != [""] else "") for inner, of in alike.items()
     ]
@@ -495,7 +495,7 @@ def _local_text(step: LocalGradients) -> str:
 
 
 def _accumulate_text(step: Accumulate) -> str:
-    return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
+    return f"accumulate {with_noun(step.micro_batches, 'micro-batch')}"
 
 
 # The function that formats each kind of step, except FlatUnits, whose text also depends on the

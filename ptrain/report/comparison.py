@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ptrain.codec import encode
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.report.recorded import (
     MEASURED,
     FigureGroup,
@@ -27,7 +27,7 @@ from ptrain.report.table import (
     render_table,
     text_or_dash,
 )
-from ptrain.units import counted, format_bytes, format_count, format_memory, format_seconds
+from ptrain.units import format_bytes, format_count, format_memory, format_seconds, with_noun
 
 _LIMITED = tuple(kind for kind in FigureKind if kind not in (FigureKind.SIZE, FigureKind.TOKENS))
 VERDICT = "verdict"
@@ -137,13 +137,13 @@ def compare_records(
         pairs = [(base[name], head[name]) for name in base if name in head]
         left, right = [n for n in base if n not in head], [n for n in head if n not in base]
     if not (trainings := [_compare_training(*pair) for pair in pairs]):
-        raise refused(
+        raise input_error(
             " ".join(names),
             f"one side has {', '.join(base)}, the other {', '.join(head)}",
             "compare records of specs with the same names",
         )
     if not any(training.figures or training.verdicts for training in trainings):
-        raise refused(
+        raise input_error(
             " ".join(names),
             "the two have no figure in common: they are records of different kinds",
             "compare two predictions, two runs, or two verifications",
@@ -220,7 +220,7 @@ def parse_limits(text: str) -> tuple[Limit, ...]:
     """
     parsed = tuple(_parse_limit(part.strip()) for part in text.split(",") if part.strip())
     if not parsed:
-        raise refused("--fail-on", "no figure is named", f"Use {_LIMITS}, separated by commas.")
+        raise input_error("--fail-on", "no figure is named", f"Use {_LIMITS}, separated by commas.")
     return parsed
 
 
@@ -230,13 +230,13 @@ def _parse_limit(part: str) -> Limit:
     if name == VERDICT and not equals:
         return Limit(kind=None)
     if name not in _LIMITED:
-        raise refused("--fail-on", f"{part!r} is not a figure with a limit", f"Use {_LIMITS}.")
+        raise input_error("--fail-on", f"{part!r} is not a figure with a limit", f"Use {_LIMITS}.")
     try:
         growth = float(share.removesuffix("%")) / 100
     except ValueError:
         growth = math.nan
     if not (0 <= growth < math.inf) or not (share.endswith("%") or growth == 0):
-        raise refused(
+        raise input_error(
             "--fail-on",
             f"{part!r} is not a limit for {name}",
             f"Use {name}=1%, or {name}=0 to allow no growth.",
@@ -263,7 +263,7 @@ def find_violations(comparison: RecordComparison, limits: Sequence[Limit]) -> li
     ]
     for limit in limits:
         if not any(_covers(training, limit) for training in comparison.trainings):
-            raise refused(
+            raise input_error(
                 "--fail-on",
                 f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure",
                 "Remove it, or compare records that have it.",
@@ -489,7 +489,7 @@ def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[st
 def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
     """Yield a line for the trainings that only one side has."""
     yield from (
-        f"only {side} has {counted(len(names), 'record')} of {', '.join(names)}"
+        f"only {side} has {with_noun(len(names), 'record')} of {', '.join(names)}"
         for side, names in (("base", comparison.only_base), ("head", comparison.only_head))
         if names
     )

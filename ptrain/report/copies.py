@@ -13,7 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 Coordinates = Mapping[int, Mapping[str, int]]  # rank -> axis -> place
 
@@ -55,7 +55,9 @@ def ranks_by_value(
     Args:
         tables: The replicas of every rank.
     """
-    ranks_of = grouped((copy.identity, rank) for rank, table in enumerate(tables) for copy in table)
+    ranks_of = group_by_key(
+        (copy.identity, rank) for rank, table in enumerate(tables) for copy in table
+    )
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
@@ -69,7 +71,7 @@ def find_differing_replicas(tables: Sequence[Sequence[Replica]], step: int) -> I
         tables: The replicas of every rank.
         step: The number of the step, for the mismatches.
     """
-    copies = grouped(
+    copies = group_by_key(
         (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
     )
     # sorted() is stable: within a moment, values keep the order of the first rank that holds them.
@@ -144,7 +146,7 @@ def find_equal_generators(
         for rank, place_and_digest in enumerate(places)
         if place_and_digest is not None
     )
-    by_digest = grouped((digest, (rank, place)) for rank, place, digest in generators)
+    by_digest = group_by_key((digest, (rank, place)) for rank, place, digest in generators)
     for group in by_digest.values():
         for rank, place in group:
             if place != group[0][1]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.draw import balance_text
-from ptrain.by_rank import distinct, unranked
+from ptrain.by_rank import distinct, distinct_values
 from ptrain.cost import (
     TIERS,
     Estimate,
@@ -23,7 +23,7 @@ from ptrain.cost import (
 )
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.ghosts.wrapping import ranks_per_node
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
@@ -199,7 +199,7 @@ def require_cuda(predictions: Sequence[Prediction]) -> None:
     """
     if not any(prediction.spec.is_for_cuda for prediction in predictions):
         of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
-        raise refused(
+        raise input_error(
             "--reserved",
             f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs",
             "Use `device=cuda`, or a cluster of GPUs.",
@@ -538,8 +538,8 @@ def place_table(spec: Spec, plan: Plan, exact: Estimate) -> str:
     for rank, place in enumerate(places):
         ranks[place].append(rank)
     holders = [set(members) for members in ranks]
-    memory = [[*unranked(exact.memory, members)] for members in holders]
-    peaks = [[*unranked(exact.peak, members)] for members in holders]
+    memory = [[*distinct_values(exact.memory, members)] for members in holders]
+    peaks = [[*distinct_values(exact.peak, members)] for members in holders]
     most, fewest = [*map(largest_bytes, memory)], [*map(lower_bounds, memory)]
     stages = [step.stages_of(place) for place in range(len(ranks))]
     pairs = [*zip(fewest, most, strict=True)]

@@ -25,27 +25,27 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.steps.step import Plan
-from ptrain.wording import worded
+from ptrain.wording import to_text
 
-worded.register(Estimate, estimate_tables)
+to_text.register(Estimate, estimate_tables)
 
 
-@worded.register(Spec)
+@to_text.register(Spec)
 def _(spec: Spec) -> str:
     return minimal_spec(spec).as_yaml().rstrip()
 
 
-@worded.register(Derivation)
+@to_text.register(Derivation)
 def _(derivation: Derivation) -> str:
     return prediction_screen(prediction_of(derivation))
 
 
-@worded.register(Plan)
+@to_text.register(Plan)
 def _(plan: Plan) -> str:
     return format_plan(plan.spec, plan)
 
 
-@worded.register(PlacementRanking)
+@to_text.register(PlacementRanking)
 def _(selection: PlacementRanking) -> str:
     return selection_text(selection)
 

@@ -22,7 +22,7 @@ from ptrain.cost import PLACED, Phase, Spent, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import axis_link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.selection.algorithm1 import STATE_BYTES, Advice, Answer, Thresholds
 from ptrain.selection.fit import Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.ranking import Ranked, SearchGoal
@@ -236,7 +236,7 @@ def _exposed_text(derivation: Derivation, *axes: Axis, is_of_states: bool = Fals
     names = {axis.value for axis in axes}
     waited = sum(
         seconds
-        for over, seconds in step.exposed().items()
+        for over, seconds in step.exposed_seconds().items()
         if {*over} <= names and not (is_of_states and {*over} <= _OF_TOKENS)
     )
     return f"; exposed communication takes {waited / step.seconds:.1%} of the step"
@@ -440,7 +440,7 @@ def parse_thresholds(text: str) -> Thresholds:
     except ValueError:
         states = layer = 0.0
     if not (0 < states <= 1 and 0 < layer <= 1):
-        raise refused(
+        raise input_error(
             "--thresholds",
             f"{text[:60]!r} is not two shares of a device's memory, for states and for a layer",
             "Use two numbers in 0..1, for example `--thresholds 0.7,0.3`.",

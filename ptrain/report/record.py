@@ -32,7 +32,7 @@ from ptrain.report.step_time import time_row
 from ptrain.spec.cluster import are_calibrated
 from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.spec import Spec
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
@@ -248,7 +248,7 @@ def _traffic_checks(
     exchange whose bytes are `assumed`, only the calls are checked.
     """
     predicted_rows, measured_rows = (
-        grouped((row.key, row) for row in rows) for rows in (exact, measured)
+        group_by_key((row.key, row) for row in rows) for rows in (exact, measured)
     )
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
         for count in _COUNTS[:1] if exchange_key(key) in assumed else _COUNTS:

@@ -15,11 +15,11 @@ from ptrain.by_rank import distinct
 from ptrain.codec import Malformed, decode
 from ptrain.cost import Column, Estimate, Phase, State, TrafficKey, busiest
 from ptrain.derivation.interconnect import WireRow
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check
 from ptrain.report.table import largest_bytes, moved_bytes, tier_labels
-from ptrain.units import grouped, summed
+from ptrain.units import group_by_key, sum_by_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def read_trainings(records: Sequence[object], place: str) -> dict[str, RecordedT
             _merge_records(trainings[name], training) if name in trainings else training
         )
     if not trainings:
-        raise refused(
+        raise input_error(
             place, "holds no record", f"Use a record that a command printed: {_COMMANDS}."
         )
     return trainings
@@ -209,13 +209,13 @@ def _parse_record(record: object, place: str) -> RecordedTraining:
     if not isinstance(record, Mapping):
         raise _not_a_record(place, f"a record is a mapping; here is {record!r:.40}")
     if "error" in record and "exit_code" in record:
-        raise refused(
+        raise input_error(
             place,
             f"the command that wrote it was refused: {record['error']}",
             "repeat the command once that is right",
         )
     if record.get("refused"):
-        raise refused(
+        raise input_error(
             place,
             f"{record.get('spec')} was refused there: {record['refused']}",
             "Remove this point, or fix it.",
@@ -232,7 +232,7 @@ def _parse_record(record: object, place: str) -> RecordedTraining:
 
 def _not_a_record(place: str, finding: str) -> Exception:
     """Return the error for a value that is not a result record."""
-    return refused(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
+    return input_error(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
 
 
 def _read_figures(record: Mapping[str, Any]) -> RecordedTraining:
@@ -317,7 +317,7 @@ def _estimate_groups(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]
     """Yield the figures of an estimate by kind, without kinds that it leaves undefined."""
     yield FigureKind.MEMORY, _memory_figures(estimate)
     if "peak" not in estimate.undefined:
-        peaks = grouped(
+        peaks = group_by_key(
             (f"peak in {row.phase}", row.device_bytes) for row in distinct(estimate.peak)
         )
         yield FigureKind.PEAK, {label: max(sizes) for label, sizes in peaks.items()}
@@ -350,10 +350,10 @@ def _traffic_figures(estimate: Estimate, *, is_bytes: bool) -> Figures:
         return f"{key.collective}{over}{via}{at_start}, {'bytes' if is_bytes else 'calls'}"
 
     rows = busiest(estimate.traffic)
-    return summed((label(row.key), moved_bytes(row) if is_bytes else row.calls) for row in rows)
+    return sum_by_key((label(row.key), moved_bytes(row) if is_bytes else row.calls) for row in rows)
 
 
 def sources_text(groups: Iterable[FigureGroup]) -> str:
     """Return groups as text, by source: `measured memory, peak; loss`."""
-    by_source = grouped((group.source, group.kind) for group in groups)
+    by_source = group_by_key((group.source, group.kind) for group in groups)
     return "; ".join(f"{source} {', '.join(kinds)}".strip() for source, kinds in by_source.items())

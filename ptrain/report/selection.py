@@ -34,7 +34,7 @@ from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.shorthand import placement_names
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-from ptrain.units import format_bytes, format_count, format_memory, format_seconds, grouped
+from ptrain.units import format_bytes, format_count, format_memory, format_seconds, group_by_key
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
@@ -186,7 +186,7 @@ def _cost_by_number(selection: PlacementRanking) -> Iterator[str]:
 
 def _untimed_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
     """Yield a line for each reason why rows have no step time, unless it holds for all rows."""
-    rows = grouped(
+    rows = group_by_key(
         (row.why_untimed, str(number))
         for number, row in numbered.items()
         if row.seconds is None and row.why_untimed != selection.unknown

@@ -23,7 +23,7 @@ from ptrain.report.table import (
     text_or_dash,
 )
 from ptrain.spec.spec import Spec
-from ptrain.units import format_count, format_seconds, grouped, summed
+from ptrain.units import format_count, format_seconds, group_by_key, sum_by_key
 
 _BAR = 24  # columns of the longest bar
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
@@ -144,9 +144,10 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
         "column": str(column),
         "value": step.seconds,
         "phases": {str(phase): step.of_phase(phase) for phase in _PHASES},
-        "parts": {str(spent): step.spent(spent) for spent in Spent},
+        "parts": {str(spent): step.seconds_in(spent) for spent in Spent},
         "exposed": [
-            {"axes": list(axes), "seconds": seconds} for axes, seconds in step.exposed().items()
+            {"axes": list(axes), "seconds": seconds}
+            for axes, seconds in step.exposed_seconds().items()
         ],
         **encode(step),
     }
@@ -165,9 +166,9 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
     """
     if (step := exact.step) is None:
         return ""
-    blocked = grouped((row.axes, row.seconds) for row in measured.blocked)
+    blocked = group_by_key((row.axes, row.seconds) for row in measured.blocked)
     waits = {axes: max(seconds) for axes, seconds in blocked.items()}
-    exposed = step.exposed(idle=True)
+    exposed = step.exposed_seconds(idle=True)
     rows = [_time_cells("step", step.seconds, step_seconds)]
     rows += [
         _time_cells(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
@@ -208,7 +209,7 @@ def _time_parts_table(step: StepTime) -> str:
 
 def _step_parts(step: StepTime) -> Iterator[Part]:
     """Yield the parts of a step, computing first; communication by axes."""
-    yield "compute", step.spent(Spent.COMPUTE), 0.0
+    yield "compute", step.seconds_in(Spent.COMPUTE), 0.0
     moved: dict[str, tuple[float, float]] = {}
     for row in step.rows:
         if row.key.spent in (Spent.COLLECTIVES, Spent.COPIES):
@@ -228,7 +229,7 @@ def _step_parts(step: StepTime) -> Iterator[Part]:
 
 def _step_overheads(step: StepTime) -> Iterator[tuple[str, float]]:
     """Yield the parts of a step other than computing, with their seconds."""
-    exposed = summed(
+    exposed = sum_by_key(
         (
             f"exposed {'+'.join(row.key.axes)} {_CALLS.get(row.key.collective, 'collectives')}",
             row.seconds,
@@ -237,13 +238,13 @@ def _step_overheads(step: StepTime) -> Iterator[tuple[str, float]]:
         if row.key.spent is Spent.COLLECTIVES and row.key.collective is not None
     )
     yield from exposed.items()
-    yield "exposed copies between tiers", step.spent(Spent.COPIES)
-    yield "wrappers", step.spent(Spent.WRAPPERS)
-    yield "host launches", step.spent(Spent.LAUNCHES)
-    yield "optimizer update", step.spent(Spent.UPDATE)
-    yield "pipeline bubble", step.spent(Spent.BUBBLE)
-    yield "compute slowed by collectives", step.spent(Spent.INTERFERENCE)
-    yield "stragglers and congestion", step.spent(Spent.STRAGGLERS)
+    yield "exposed copies between tiers", step.seconds_in(Spent.COPIES)
+    yield "wrappers", step.seconds_in(Spent.WRAPPERS)
+    yield "host launches", step.seconds_in(Spent.LAUNCHES)
+    yield "optimizer update", step.seconds_in(Spent.UPDATE)
+    yield "pipeline bubble", step.seconds_in(Spent.BUBBLE)
+    yield "compute slowed by collectives", step.seconds_in(Spent.INTERFERENCE)
+    yield "stragglers and congestion", step.seconds_in(Spent.STRAGGLERS)
 
 
 def _mfu_lines(derivation: Derivation) -> list[str]:

@@ -37,7 +37,7 @@ from ptrain.report.table import (
     traffic_order,
     traffic_text,
 )
-from ptrain.units import format_bytes, format_memory, format_operations, grouped
+from ptrain.units import format_bytes, format_memory, format_operations, group_by_key
 
 Row = tuple[str, str, str, str]
 
@@ -316,7 +316,7 @@ def wire_table(wire: Sequence[WireRow]) -> str:
 
 def blocked_table(measured: Estimate) -> str:
     """Return a table of the seconds per step that ranks waited for others; empty if not timed."""
-    seconds = grouped((row.axes, row.seconds) for row in measured.blocked)
+    seconds = group_by_key((row.axes, row.seconds) for row in measured.blocked)
     rows = [
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
         for axes, waits in seconds.items()
@@ -328,7 +328,8 @@ def blocked_table(measured: Estimate) -> str:
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
     """Return the different rows of each kind of call."""
     return {
-        key: {*rows_of_key} for key, rows_of_key in grouped((row.key, row) for row in rows).items()
+        key: {*rows_of_key}
+        for key, rows_of_key in group_by_key((row.key, row) for row in rows).items()
     }
 
 

@@ -43,7 +43,7 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import MeshFollower, parse_override
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import omitted_sections
-from ptrain.units import format_count, format_seconds, grouped, leaves
+from ptrain.units import format_count, format_seconds, group_by_key, leaves
 
 _NAMED_POINTS = 6  # points listed for a key that followed the mesh; beyond that, a range
 
@@ -242,7 +242,7 @@ def sweep_remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     Remarks are about rejected points, keys that followed the mesh, the batch, missing figures,
     bounds, reserved memory, and warnings.
     """
-    rejected = grouped((point.refusal, point.label) for point in points if point.refusal)
+    rejected = group_by_key((point.refusal, point.label) for point in points if point.refusal)
     yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _follower_lines(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
@@ -305,13 +305,13 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
 
 def _follower_lines(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with its values by point."""
-    became = grouped(
+    became = group_by_key(
         ((follower.key, follower.old_value), (follower.new_value, point.label))
         for point in points
         for follower in point.follows
     )
     for (key, before), pairs in became.items():
-        labels, (section, _, name) = grouped(pairs), key.partition(".")
+        labels, (section, _, name) = group_by_key(pairs), key.partition(".")
         yield (
             f"{section} follows the mesh: {name} {before} → {_values_by_point(labels)}; "
             f"{key}=N fixes it"
@@ -329,7 +329,7 @@ def _merged_sentences(
     named: Sequence[tuple[str, Prediction]], sentences_of: Callable[[Prediction], Sequence[str]]
 ) -> Iterator[str]:
     """Yield each sentence once, with the points it is about unless it is about all of them."""
-    labels_of = grouped(
+    labels_of = group_by_key(
         (text, label) for label, prediction in named for text in sentences_of(prediction)
     )
     yield from (

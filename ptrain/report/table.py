@@ -26,7 +26,7 @@ from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelS
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
-from ptrain.units import counted, format_bytes, format_count, format_memory
+from ptrain.units import format_bytes, format_count, format_memory, with_noun
 
 MISSING = "–"
 NumberT = TypeVar("NumberT", bound=float)
@@ -159,7 +159,7 @@ def render_table(columns: Sequence[TableColumn], width: int | None = None) -> st
     if len(kept) < len(columns):
         stays = {column.title for column in kept}
         lost = [column.title for column in columns if column.title not in {"", *stays}]
-        lines += [f"{counted(len(lost), 'column')} left out: {', '.join(lost)}"] if lost else []
+        lines += [f"{with_noun(len(lost), 'column')} left out: {', '.join(lost)}"] if lost else []
     return "\n".join(lines if any(column.title for column in kept) else lines[1:])
 
 

@@ -39,7 +39,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import REPLICAS, Form
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
@@ -119,7 +119,7 @@ class DataWay:
 
 def representatives(ways: Iterable[DataWay]) -> list[DataWay]:
     """Return the way with most overlap of each group that differs only in dials of the descent."""
-    alike = grouped((way.kind, way) for way in ways)
+    alike = group_by_key((way.kind, way) for way in ways)
     # The way with most overlap is a lower bound of the time of its group. The descent tries the
     # dials exactly, so nothing faster is lost by estimating the others with it.
     return [max(some, key=lambda way: (way.overlaps, way.ahead)) for some in alike.values()]

@@ -24,7 +24,7 @@ from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, apply_choices, divisors
 from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.plan.lower import built_in_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.deriver import BEST, Deriver, work_of
@@ -317,7 +317,7 @@ def select(
     usual = BEST if job.stand_in is None else _BEST_TRACED
     if objective not in (goals := [goal.value for goal in SearchGoal]):
         known = f"Use one of {', '.join(goals)}."
-        raise refused("objective", f"there is no objective named {objective!r}", known)
+        raise input_error("objective", f"there is no objective named {objective!r}", known)
     demand = demand_of(tokens, deadline, budget)
     if margin is None:
         margin = 0.0 if any(job.where.bounds("memory")) else TIGHT
@@ -344,7 +344,7 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     goal, most = chooser.objective, chooser.job.devices
     cluster = chooser.job.base.cluster
     if demand and demand.budget is not None and cluster and cluster.price is None:
-        raise refused(
+        raise input_error(
             "--budget",
             f"the price of a device of {cluster.name} is unknown",
             "Set the price per device and hour, for example `cluster.price=2.5`.",
@@ -353,12 +353,12 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
         best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
             cause = chooser.unknown or "nothing fits"
-            raise refused("--objective", f"cost: {cause}", "Use `--objective memory`.")
+            raise input_error("--objective", f"cost: {cause}", "Use `--objective memory`.")
         return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:
-        raise refused(
+        raise input_error(
             "--objective",
             "devices: the target is missing",
             "Set a target, for example `--tokens 1T --deadline 30d`.",
@@ -373,7 +373,7 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
         number, row = rows[-1]
         time, money = demand.figures(row)
         last = f"{number} devices need {time}" + f" at a cost of {money}" * (row.price is not None)
-    raise refused(
+    raise input_error(
         "--objective",
         f"no number of devices up to {most} meets the target: {last}",
         "Use a later `--deadline` or a larger `--budget`.",
@@ -427,7 +427,7 @@ class Chooser(Deriver):
         candidates, or if all that seemed to fit do not."""
         result = self.search.run(self.job.where)
         if not result.counts.scored:
-            raise refused("--devices", *why_none(self.search))
+            raise input_error("--devices", *why_none(self.search))
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
@@ -447,10 +447,10 @@ class Chooser(Deriver):
             unknown=self.unknown,
         )
         if not rows and any(memory.host_memory is None for memory in self.on_host):
-            raise refused("cluster", *HOST_UNKNOWN)
+            raise input_error("cluster", *HOST_UNKNOWN)
         if not rows and self.on_host:
             least_on_host = min(memory.host_needed_bytes for memory in self.on_host)
-            raise refused(
+            raise input_error(
                 "cluster.host_memory",
                 "no candidate fits: candidates that fit the device need "
                 f"{format_memory(least_on_host)} or more of host memory per node",
@@ -458,7 +458,7 @@ class Chooser(Deriver):
                 "larger host.",
             )
         if not rows and result.counts.fitting:
-            raise refused(
+            raise input_error(
                 "--exact",
                 f"{result.counts.fitting} candidates fit by the estimate, but none of the "
                 f"{derived} that were predicted exactly fits",

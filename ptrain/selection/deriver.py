@@ -24,7 +24,7 @@ from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tape import PeakExceeded
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import PtrainError, input_error
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.facts.traced_part import traced_part
 from ptrain.plan.lower import built_in_facts, lower
@@ -286,7 +286,7 @@ class Deriver:
             return None
         if row is None or row.memory.peak_bytes is None:
             if row is not None and self.cuts is not None:
-                why = refused("model", f"the peak is unknown: {row.memory.why}")
+                why = input_error("model", f"the peak is unknown: {row.memory.why}")
                 self.cuts.refusals[self.cuts.cut(spec)] = why
             return None
         if self.cuts is not None:

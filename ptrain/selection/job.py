@@ -14,7 +14,7 @@ import ptrain
 from ptrain.axes.candidates import NOTHING_FIXED, FixedChoices, divisors
 from ptrain.cost import State
 from ptrain.derivation.layers import is_tabulated, without_programs
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.cache import read_or_cache
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.facts.parameters import facts
@@ -184,7 +184,7 @@ def _kept(said: Said, probe: Spec) -> tuple[ActivationMode, ...]:
     activations = probe.activations
     if activations.budget is not None or activations.by_block or activations.every != 1:
         place = "activations" if activations.by_block else "recompute"
-        raise refused(
+        raise input_error(
             place,
             "not supported yet: a search with per-block activation modes or a recomputation budget",
             f"Use `{place}=auto`, or one policy for all blocks.",
@@ -250,7 +250,7 @@ def stand_in_of(base: Spec, facts: ModelFacts) -> ModelShape:
         t.shape for u in facts.units if u not in blocks for t in u.tensors if len(t.shape) == 2
     ]
     if not blocks or not tables:
-        raise refused(
+        raise input_error(
             "model",
             "a search needs repeated blocks and an embedding, and this model shows none",
             "Set `model.blocks` to a pattern of the names of its blocks, such as `layers.*`.",
@@ -414,7 +414,7 @@ def searched_job(
         job = _of_spec(source, words, where)
     base = job.base
     if base.cluster is None:
-        raise refused(
+        raise input_error(
             "--cluster",
             "the cluster is missing, so device memory and links are unknown",
             f"Add `--cluster` with one of {', '.join(list_files('clusters'))}, or a file.",
@@ -423,7 +423,7 @@ def searched_job(
     like = _stand_in(base, own) if isinstance(own, ModelShape) else stand_in_of(base, read(base))
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
-        raise refused(
+        raise input_error(
             "--devices",
             f"{number} devices requested, but the cluster {base.cluster.name} has "
             f"{base.cluster.devices}",
@@ -441,7 +441,7 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     for like in (shape, stand_in(shape)):
         if is_tabulated(replace(plain, model=like)):
             return like
-    raise refused(
+    raise input_error(
         "model",
         f"not supported yet: searching {base.name}, because every split needs a trace: no "
         "memory table covers it or a similar llama or gpt",
@@ -463,7 +463,7 @@ def _require_known(source: str) -> None:
     specs = [name for folder in ("strategies", "paper", "node") for name in list_files(folder)]
     near = find_similar(source, tuple(list_files("models")))
     if near and source not in specs and not Path(source).exists():
-        raise refused(
+        raise input_error(
             "MODEL",
             f"there is no spec named {source!r}, and no such model",
             f"Did you mean `{near}`?",
@@ -513,13 +513,13 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
     _require_known(source)
     said = said_in(source, words)
     if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
-        raise refused(
+        raise input_error(
             "batch.global",
             "the number of samples per step is missing",
             "Use `batch.global=64`, or a number of tokens such as `4M tokens`.",
         )
     if not is_open(said):
-        raise refused(
+        raise input_error(
             "mesh",
             "this spec leaves nothing to search",
             "Use `auto` for mesh degrees (`mesh.tp=auto`), the full mesh (`mesh=auto`), "

@@ -89,7 +89,7 @@ def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overri
         yield from ((selective,) if spec.activations.default.policy == FULL else ())
         yield (*(f"{place}=R" for place in _activation_places(spec)), *written)
     spent = (Spent.COLLECTIVES, Spent.WRAPPERS, Spent.LAUNCHES)
-    if sum(map(step.spent, spent)) > part * step.seconds:
+    if sum(map(step.seconds_in, spent)) > part * step.seconds:
         yield ("overlap=backward", "prefetch=1")
         yield ("sync.reshard_after_forward=false",)
         if spec.batch.accumulate > 1:
@@ -97,7 +97,7 @@ def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overri
         if spec.batch.accumulate % 2 == 0:
             micro, number = 2 * spec.batch.micro, spec.batch.accumulate // 2
             yield (f"batch.micro={micro}", f"batch.accumulate={number}")
-    if step.spent(Spent.BUBBLE) > part * step.seconds:
+    if step.seconds_in(Spent.BUBBLE) > part * step.seconds:
         yield ("pipeline.schedule=zero-bubble",)
     if isinstance(spec.model, ModelShape) and spec.model.vocab_rows % _TILE:
         yield (f"model.vocab_multiple={_TILE}",)

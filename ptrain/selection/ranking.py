@@ -13,7 +13,7 @@ from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation, Throughput, predict_throughput
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.kernels import takes_peak_of
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.job import SearchedJob
@@ -22,7 +22,7 @@ from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
-from ptrain.units import format_count, grouped, parse_count
+from ptrain.units import format_count, group_by_key, parse_count
 from ptrain.wording import Worded
 
 # Largest ratio of estimated to exact bytes and seconds. Candidates this close to a bound are
@@ -156,7 +156,7 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
 def folded(rows: Iterable[Ranked]) -> list[Ranked]:
     """Return one row per group with identical figures: the one with the fewest non-default
     dials."""
-    by_figures = grouped((row.figures, row) for row in rows)
+    by_figures = group_by_key((row.figures, row) for row in rows)
     return [replace(min(alike, key=_said), alike=len(alike) - 1) for alike in by_figures.values()]
 
 
@@ -260,7 +260,7 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
     """
     if tokens is None:
         if deadline is not None or budget is not None:
-            raise refused(
+            raise input_error(
                 "--tokens",
                 "a deadline or a budget needs a number of tokens",
                 "Add the tokens, for example `--tokens 1T`.",
@@ -269,7 +269,7 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
     try:
         number = parse_count(tokens)
     except ValueError:
-        raise refused(
+        raise input_error(
             "--tokens",
             f"{tokens[:40]} is not a number",
             "Use a number such as `1T`, `300B` or `15e12`.",
@@ -282,7 +282,7 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
 def _duration(text: str) -> float:
     """Return a duration such as `30d` in seconds."""
     if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)) is None:
-        raise refused(
+        raise input_error(
             "--deadline",
             f"{text[:40]} is not a duration",
             "Use a duration such as `30d`, `12h` or `90min`.",
@@ -441,7 +441,7 @@ class PlacementRanking(Worded):
     def spec(self) -> Spec:
         """The best row's spec; raises SpecError if nothing fits."""
         if self.best is None:
-            raise refused("ptrain select", f"nothing fits on {self.job.devices} devices")
+            raise input_error("ptrain select", f"nothing fits on {self.job.devices} devices")
         return self.best.spec
 
 

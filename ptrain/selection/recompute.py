@@ -18,10 +18,10 @@ from typing import NamedTuple
 from ptrain.algebra.legality import LocatedSpec, is_sound, require_runnable
 from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.kernels import unclaimed
+from ptrain.derivation.kernels import unclaimed_figures
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.work import rank_operations
-from ptrain.errors import Fault, refused
+from ptrain.errors import Fault, input_error
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
@@ -97,8 +97,8 @@ def _within(spec: Spec, budget: int) -> Spec:
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
-        if why := unclaimed(candidate, built_in_facts(candidate)).get("peak"):
-            raise refused(
+        if why := unclaimed_figures(candidate, built_in_facts(candidate)).get("peak"):
+            raise input_error(
                 _PLACE,
                 f"the peaks are not claimed: {why}",
                 "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
@@ -110,7 +110,7 @@ def _within(spec: Spec, budget: int) -> Spec:
             return candidate
         reached.setdefault(peak, candidate)
     if not reached:
-        raise refused(
+        raise input_error(
             _PLACE,
             "not supported yet: choosing a policy from a budget if the peaks need a trace",
             "Use `activations=M` with `recompute=selective` or `recompute=full`.",
@@ -118,13 +118,13 @@ def _within(spec: Spec, budget: int) -> Spec:
     smallest = min(reached)
     name = _name(reached[smallest])
     if not spec.activations.is_open:
-        raise refused(
+        raise input_error(
             _PLACE,
             f"{format_memory(budget)}: the given policy, {name}, has a peak of "
             f"{format_memory(smallest)}",
             f"Use `recompute={{budget: {budget}}}` without a policy, or a larger budget.",
         )
-    raise refused(
+    raise input_error(
         _PLACE,
         f"{format_memory(budget)}: the smallest peak that recomputation reaches is "
         f"{format_memory(smallest)}, with {name}",
@@ -202,18 +202,18 @@ def with_largest_micro(spec: Spec) -> Spec:
         SpecError: The device memory or the peaks are unknown.
     """
     if spec.cluster is None:
-        raise refused(
+        raise input_error(
             _MICRO,
             "auto: the device memory is unknown",
             f"{_NUMBER} Or name a cluster, for example `cluster.preset=h100-8`.",
         )
     if not isinstance(spec.model, ModelShape):
-        raise refused(
+        raise input_error(
             _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
         )
     require_searchable(spec, "predict with batch.micro=auto")
     if spec.activations.budget is not None:
-        raise refused(
+        raise input_error(
             _MICRO,
             "not supported yet: auto together with recompute.budget, which is also "
             "chosen by the peak",
@@ -224,7 +224,7 @@ def with_largest_micro(spec: Spec) -> Spec:
     for candidate in _candidates(spec):
         memory_fit = fit(candidate, derive(candidate).exact)
         if memory_fit.unknown and not memory_fit.fits_device:
-            raise refused(_MICRO, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
+            raise input_error(_MICRO, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
         # offloaded states on a host of unknown memory are the same for all micro-batches
         if memory_fit.fits_device and memory_fit.fits is not False:
             return _because(candidate, f"the largest with a predicted peak that fits{tries}")

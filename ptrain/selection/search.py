@@ -69,7 +69,7 @@ from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # Best candidates kept per placement. They differ in batches, activations and pipelines, and an
 # exact derivation may reject those whose estimate is too low by up to SLACK.
@@ -400,7 +400,7 @@ class Search:
         others."""
         base, written = self.job.scored, self.job.written
         choices = next(some for rest, some in pipelines(base, ranks, written) if rest == left)
-        return grouped(
+        return group_by_key(
             (through_of(choice), flow_of(base, choice))
             for choice in choices
             if self.job.where.admits(Aspect.PIPELINE, apply_choices(base, (choice,)))
@@ -503,7 +503,7 @@ class Search:
                 own = (*degrees[:-1], *(last // cut.shared for last in degrees[-1:]))
                 if where.admits(Aspect.RANKS, apply_choices(base, (sized(choices[0], own),))):
                     rows += (self._row(cut, way, own) for way in representatives(ways))
-        return grouped((row.memory, row) for row in rows)
+        return group_by_key((row.memory, row) for row in rows)
 
     def _row(self, cut: BlockCut, way: DataWay, own: tuple[int, ...]) -> DataRow:
         """Return a row with its bytes and seconds."""

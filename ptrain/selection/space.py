@@ -41,7 +41,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import EXPERT_AXES, SAMPLE_AXES, Axis, Factor, Placement, R, S, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # Spaces whose axes shard the operators of a block. The bytes and operators of a block are derived
 # with their choice, so the search needs no formula for them.
@@ -335,7 +335,7 @@ def data_choices(
     base: Spec, written: FixedChoices = NOTHING_FIXED
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by their axes, with two ranks on each axis."""
-    return grouped(
+    return group_by_key(
         (tuple(factor.axis for factor in choice.factors), choice)
         # Degrees are set later (`sized`). Two ranks on each of n axes are 2^n ranks.
         for power in range(len(DATA_SPACE.axes) + 1)

@@ -18,7 +18,7 @@ from typing import Any
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.axes.data.form import form_of, joins_units, units_ahead
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
 from ptrain.spec.batch import ContextAttention, Hybrid
@@ -188,7 +188,7 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
         return _tuple(Axis(name.partition(".")[2]), bound, text)
     if not quantity.words:
         if not re.fullmatch(r"\d{1,9}", bound):
-            raise refused(
+            raise input_error(
                 FLAG,
                 f"{text}: {name} must be an integer, not {bound[:40]}",
                 f"Use an integer, for example `{name}=2`.",
@@ -198,7 +198,9 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
         near = find_similar(bound, quantity.words)
         meant = f"Did you mean `{near}`? " if near else ""
         choices = f"Use one of {', '.join(quantity.words)}."
-        raise refused(FLAG, f"{text}: {bound[:40]} is not a value of {name}", f"{meant}{choices}")
+        raise input_error(
+            FLAG, f"{text}: {bound[:40]} is not a value of {name}", f"{meant}{choices}"
+        )
     return bound
 
 
@@ -220,7 +222,7 @@ def _tuple(axis: Axis, bound: str, text: str) -> str:
             return ",".join(parsed).replace("O", "S@host")
     finding = f"{text}: {bound[:40]} is not a placement of {axis}"
     tried = (f"[{placement}]" for placement in placements_of(axis))
-    raise refused(
+    raise input_error(
         FLAG, finding, f"Use a strategy name or four modes. The search tries {', '.join(tried)}."
     )
 
@@ -279,7 +281,7 @@ class Constraint:
 def parse(text: str) -> Constraint:
     """Return the constraint that a text states; raise SpecError if it is not valid."""
     if (match := _FORM.fullmatch(text)) is None:
-        raise refused(
+        raise input_error(
             FLAG, f"{text!r} is not a constraint", "Use `NAME<=VALUE`, for example `tp<=8`."
         )
     name, compare, bound = match.groups()
@@ -287,10 +289,10 @@ def parse(text: str) -> Constraint:
     if name in RESULTS:
         return Constraint(text, name, compare, _figure(name, bound, text))
     if name not in QUANTITIES:
-        raise refused(FLAG, f"{name} is not a property of a candidate", known_names(name))
+        raise input_error(FLAG, f"{name} is not a property of a candidate", known_names(name))
     quantity = QUANTITIES[name]
     if compare in _ORDERING and (quantity.words or quantity.is_placement):
-        raise refused(
+        raise input_error(
             FLAG, f"{text}: {name} has no order", f"Use `{name}=VALUE` or `{name}!=VALUE`."
         )
     return Constraint(text, name, compare, value_of(quantity, name, bound, text))
@@ -302,7 +304,7 @@ def _figure(name: str, bound: str, text: str) -> float:
         return float(bound) if name == "time" else float(parse_bytes(bound))
     except ValueError:
         example = "`time<=2.5` (seconds)" if name == "time" else "`memory<=70 GB`"
-        raise refused(
+        raise input_error(
             FLAG, f"{text}: {bound} is not a valid value", f"Use, for example, {example}."
         ) from None
 

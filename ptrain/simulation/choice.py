@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ptrain.cost import Estimate
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, indices_in_groups
 
@@ -27,7 +27,7 @@ def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
         if choice != ALL_DISTINCT:
             _parse_rank(choice, spec.world_size)
     if ALL_DISTINCT in choices and len(choices) > 1:
-        raise refused(
+        raise input_error(
             "--rank",
             f"{ALL_DISTINCT} is combined with other ranks",
             f"Use rank numbers, or `--rank {ALL_DISTINCT}` alone.",
@@ -98,7 +98,7 @@ def _parse_rank(text: str, world_size: int) -> int:
     """
     if text.isascii() and text.isdigit() and int(text) < world_size:
         return int(text)
-    raise refused(
+    raise input_error(
         "--rank",
         f"{text!r} is not a rank of a mesh with {world_size} ranks",
         f"Use a number from 0 to {world_size - 1}, or `{ALL_DISTINCT}`.",

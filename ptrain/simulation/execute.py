@@ -29,7 +29,7 @@ from ptrain.cost import Column, Estimate, Operations, Phase, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, steady_reserved
 from ptrain.derivation.kernels import products
-from ptrain.errors import RankFailed, refused
+from ptrain.errors import RankFailed, input_error
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
@@ -293,7 +293,7 @@ def simulate(
     """
     require_ranks(spec, [str(rank)])
     if not rehearse and (why := _why_not_simulated(spec)):
-        raise refused("compile", why, "Use `compile=none`, or `device=cpu`.")
+        raise input_error("compile", why, "Use `compile=none`, or `device=cpu`.")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.
@@ -390,7 +390,7 @@ def rehearsal_device(spec: Spec) -> torch.device:
     if torch.cuda.is_available() and spec.device != "cpu":
         return torch.device("cuda", 0)
     if spec.device == "cuda":
-        raise refused(
+        raise input_error(
             "device", "no GPU was found for --rehearse", "Use `device=cpu` or `device=auto`."
         )
     return torch.device("cpu")
@@ -405,12 +405,14 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise refused("--rehearse", f"{device} has too little memory: {error}", _ROOM) from error
+        raise input_error(
+            "--rehearse", f"{device} has too little memory: {error}", _ROOM
+        ) from error
     except (*READ, RankFailed) as error:
         cause = error.__cause__ if isinstance(error, RankFailed) else error
         if not isinstance(cause, READ):
             raise
-        raise refused(
+        raise input_error(
             "model",
             f"the model reads the value of a tensor ({' '.join(str(cause).split())[:120]}), "
             "but fake tensors have no values",

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from ptrain.cost import PLACED, State
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
@@ -38,7 +38,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.precision import Precision
-from ptrain.units import grouped, row_major
+from ptrain.units import group_by_key, row_major
 from ptrain.wording import Worded
 
 
@@ -310,7 +310,9 @@ def rank_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]
         Tuples of ranks, from 0.
     """
     others = [factor.axis for factor in spec.factors if factor.axis not in axes]
-    members = grouped((place, rank) for rank, place in enumerate(indices_in_groups(spec, others)))
+    members = group_by_key(
+        (place, rank) for rank, place in enumerate(indices_in_groups(spec, others))
+    )
     return tuple(map(tuple, members.values()))
 
 
@@ -397,7 +399,7 @@ def require_leave(spec: Spec, *, allow_import: bool) -> None:
 def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
-        raise refused(
+        raise input_error(
             function.target_key,
             f"the code of {function.target} is not imported",
             "Add `--allow-import`; in Python, pass `allow_import=True`.",
@@ -416,13 +418,15 @@ def require_searchable(spec: Spec, command: str) -> None:
             continue
         if (value := attrgetter(place)(spec)) != spot.default:
             finding = f"not supported yet: ptrain {command} with {place}={value}"
-            raise refused(place, finding, f"Use `{place}={spot.default}`; {holds.search_remedy}")
+            raise input_error(
+                place, finding, f"Use `{place}={spot.default}`; {holds.search_remedy}"
+            )
 
 
 def require_transformers(model: ModelSpec) -> None:
     """Before anything is built or started of a class of transformers."""
     if isinstance(model, HuggingFaceModel) and find_spec("transformers") is None:
-        raise refused(
+        raise input_error(
             "model.hf",
             f"{model.hf} is a class of Transformers, which is not installed",
             "Run `pip install 'transformers>=4.56,<6'`.",
@@ -460,7 +464,7 @@ def unusable_folder_error(path: str | None, error: OSError | RuntimeError) -> Sp
         finding = "is not writable"
     else:
         finding = f"is not writable: {reason}"
-    return refused(
+    return input_error(
         "offload.path",
         f"{folder}: {finding}",
         "Use an existing, writable folder with enough space for the file tier.",

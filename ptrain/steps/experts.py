@@ -12,7 +12,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.wraps import PlanStep
-from ptrain.units import ceil_div, grouped
+from ptrain.units import ceil_div, group_by_key
 
 Span = tuple[int, int]  # the first token, and the one after the last
 ByLayer = Mapping[str, Sequence["RankRows"]]  # by layer, the rows of every micro-batch
@@ -129,7 +129,7 @@ class Loads(ABC):
     def __init__(self, spec: Spec) -> None:
         own = spec.expert_axes
         others = [factor.axis for factor in spec.factors if factor.axis not in own]
-        groups = grouped(zip(indices_in_groups(spec, others), token_places(spec), strict=True))
+        groups = group_by_key(zip(indices_in_groups(spec, others), token_places(spec), strict=True))
         self._group = {place: tuple(group) for group in groups.values() for place in group}
 
     def group(self, place: int) -> tuple[int, ...]:

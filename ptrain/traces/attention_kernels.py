@@ -59,7 +59,7 @@ class _ArchivedAttention:
         if attention is None or not attention.has_kernel(self.sm):
             return None
         kept = attention.statistics(self.sm)
-        return kept.of if kept else lambda size: size
+        return kept.gpu_bytes if kept else lambda size: size
 
     def goes_by_operators(self, call: AttentionCall) -> bool:
         attention = _attention(call)

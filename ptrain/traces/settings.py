@@ -77,7 +77,7 @@ class TableWriter:
             is_statistics: Whether it holds statistics of fused attention.
         """
         of_unit = num_bytes // _WIDTH if follows else num_bytes
-        coefficient, exponents = factorised(of_unit, self.symbols, values)
+        coefficient, exponents = factorise_size(of_unit, self.symbols, values)
         # The only factors other than dimensions are item sizes and small powers of two. Any other
         # rest is a sum of products, which a table cannot express.
         assert coefficient & (coefficient - 1) == 0, f"{num_bytes} bytes are not a single product"
@@ -100,7 +100,7 @@ class TableWriter:
         }
 
 
-def factorised(
+def factorise_size(
     size: int, symbols: Iterable[str], values: Mapping[str, int]
 ) -> tuple[int, tuple[int, ...]]:
     """Return coefficient and exponents of a size; no symbol's value divides the coefficient."""
@@ -247,11 +247,11 @@ class WorkWriter:
     def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
         """Return the number of each pass's list of operators."""
         return {
-            WORK_NAMES[name]: self.writer.part(self.coded(views_last(ran)))
+            WORK_NAMES[name]: self.writer.part(self.encode_operators(views_last(ran)))
             for name, ran in computed.items()
         }
 
-    def coded(self, computed: Computed) -> Coded:
+    def encode_operators(self, computed: Computed) -> Coded:
         """Return the numbers of a list of operators."""
         return [self.number(what) for what in computed]
 

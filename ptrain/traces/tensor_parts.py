@@ -32,7 +32,7 @@ from torch import nn
 from ptrain.axes.context.attention import alike_by
 from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import PtrainError, input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import clear_shape_caches
@@ -57,7 +57,7 @@ from ptrain.steps.step import CreateMesh, Plan
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
 from ptrain.traces.stage_parts import PartTraces, StageTrace, rank_part, stage_traces, uneven_loads
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 from ptrain.version import TESTED_TORCH, is_tested
 
 X = TypeVar("X")
@@ -230,7 +230,7 @@ def _as_text(spec: Spec) -> str:
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
     except TypeError as error:  # YAML has dates and sets, JSON does not
-        raise refused(
+        raise input_error(
             "model.arguments",
             f"the model is built in another process, which needs JSON arguments: {error}",
             "Use only numbers, strings, lists and mappings.",
@@ -270,7 +270,7 @@ def _group_places(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tupl
     none has too few ranks to pay for importing torch.
     """
     places = ((place_of(spec, plan.cutting_axes, index), index) for index in indices)
-    own = grouped((at[plan.tensor.axis] if plan.tensor else 0, index) for at, index in places)
+    own = group_by_key((at[plan.tensor.axis] if plan.tensor else 0, index) for at, index in places)
     most = max(map(len, own.values()))
     number = max(1, min(cores() // len(own), most // _FEWEST))
     parts = (tuple(of_place[first::number]) for of_place in own.values() for first in range(number))
@@ -306,7 +306,7 @@ def _request_answers(requests: tuple[_PartRequest, ...], seconds: float) -> list
             rest.insert(0, processes[-1])
         return answers + [_read_answer(process, axes, ends) for process in rest]
     except TimeoutExpired as error:
-        raise refused(
+        raise input_error(
             "timeout.init",
             f"tracing the shards of each rank took longer than {seconds:g} s",
             "Use a larger `timeout.init`, or a smaller `batch.micro` or `batch.sequence`.",
@@ -365,7 +365,7 @@ def _read_answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> li
         raise PtrainError(said)
     if process.returncode:
         last = said.splitlines()[-1:] or [f"exit code {process.returncode}"]
-        raise refused(
+        raise input_error(
             f"mesh.{axes[-1]}",
             f"the full model runs, but the sharded model does not: {last[0]}",
             " ".join(_REMEDIES[axis] for axis in axes),

@@ -155,12 +155,15 @@ class LossTable:
 
     def _works(self, head: CodedHead) -> dict[str, Coded]:
         self.works.values = head.values
-        return {name: self.works.coded(views_last(ran)) for name, ran in head.computed.items()}
+        return {
+            name: self.works.encode_operators(views_last(ran))
+            for name, ran in head.computed.items()
+        }
 
     def _pieces(self, less: CodedHead, more: CodedHead) -> dict[str, Pieces]:
         """Return the repeating pieces of the computation, by pass."""
         own, longer = self._works(less), self._works(more)
-        (view,) = self.works.coded([VIEW]) if own else (None,)
+        (view,) = self.works.encode_operators([VIEW]) if own else (None,)
         return {name: _pieces(code, longer[name], view) for name, code in own.items()}
 
     def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> CodedHead:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ptrain.data.sampler import SampleSource, Split
-from ptrain.errors import PtrainError, SpecError, refused
+from ptrain.errors import PtrainError, SpecError, input_error
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.optimizers.update import MASTER
@@ -89,7 +89,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     answers = exchange.gather({"problem": problem, "files": files})
     if problems := [answer["problem"] for answer in answers if answer["problem"]]:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise refused(
+        raise input_error(
             f"checkpoint {display_path(final)}",
             f"is not writable: {problems[0]}",
             "Free some space, or use another folder with `--run-dir DIR`.",
@@ -124,7 +124,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
         problem = _unknown_tensors(metadata, state, exchange)
     if problem:
         remedy = _layout_remedy(metadata, state) or _REMEDY
-        raise refused(f"checkpoint {display_path(folder)}", problem, remedy)
+        raise input_error(f"checkpoint {display_path(folder)}", problem, remedy)
     with suppress_single_process_warning():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
@@ -471,7 +471,7 @@ def _load_newest(
             finding = f"its training data changed: {changes}"
             remedy = "Restore the data, or add `--accept-data` to continue with the changed data."
             if not accept_data:
-                raise refused(f"checkpoint {display_path(path)}", finding, remedy)
+                raise input_error(f"checkpoint {display_path(path)}", finding, remedy)
             LOG.warning("resume  %s", changes)
         load(program, path, verified, exchange)
         if not (problem := finite.describe_non_finite(program, exchange)):
@@ -501,7 +501,7 @@ def _rename_later(folder: RunFolder, step: int, exchange: Exchange) -> None:
         except OSError as error:
             problem = f"a later checkpoint cannot be renamed: {error}"
     if problem := exchange.broadcast(problem):
-        raise refused(
+        raise input_error(
             f"checkpoints in {display_path(folder.path)}",
             problem,
             "Make the folder writable, or use another one with `--run-dir DIR`.",
@@ -564,12 +564,12 @@ class IndexReader(FileSystemReader):
         with (Path(self.path) / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise refused(
+            raise input_error(
                 f"checkpoint {self.path}", f"{METADATA} contains no metadata", _FOREIGN_REMEDY
             )
         for info in (metadata.storage_data or {}).values():
             if info.relative_path not in self._listed:
-                raise refused(
+                raise input_error(
                     f"checkpoint {self.path}",
                     f"{METADATA} refers to {info.relative_path!r}, which the manifest does not "
                     "list",
@@ -592,7 +592,7 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _UNPICKLED:
             return super().find_class(module, name)
-        raise refused(
+        raise input_error(
             "checkpoint",
             f"{METADATA} refers to {module}.{name}, which is not allowed",
             _FOREIGN_REMEDY,

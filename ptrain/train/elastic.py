@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, refused
+from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, input_error
 from ptrain.runtime.world import listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
@@ -128,7 +128,7 @@ def _resolve_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str, int]:
 
 def _endpoint_error(endpoint: str, finding: str) -> SpecError:
     """Return the error of an endpoint."""
-    return refused(
+    return input_error(
         f"--rdzv-endpoint {endpoint}",
         finding,
         "Use the address of one of the nodes on their private network, and a free port.",

@@ -48,7 +48,7 @@ from ptrain.train.exchange import (
 )
 from ptrain.train.journal import Journal, StepReport
 from ptrain.train.rank_start import Interrupts, strongest_signal
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
 _UNKNOWN = "the rank with the first non-finite value is unknown"
@@ -477,7 +477,7 @@ def _first_problem(root_causes: Iterable[NonFiniteTensor], exchange: Exchange) -
         return ""
     state, *_, name, key = min(firsts)
     same = [u.values for u in here if (u.place[0], *u.place[3:]) == (state, name, key)]
-    ranks = grouped(
+    ranks = group_by_key(
         (values, str(rank))
         for rank, of_rank in enumerate(exchange.gather(same))
         for values in of_rank

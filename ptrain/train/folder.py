@@ -33,7 +33,7 @@ from pathlib import Path
 
 import yaml
 
-from ptrain.errors import PtrainError, SpecError, refused
+from ptrain.errors import PtrainError, SpecError, input_error
 from ptrain.installed import versions
 from ptrain.processor import cores
 from ptrain.spec.spec import Spec
@@ -80,7 +80,7 @@ def take_lock(folder: Path) -> Lock:
         except BlockingIOError:
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            raise refused(
+            raise input_error(
                 f"--run-dir {folder}",
                 f"another training uses this folder: {holder or 'unknown process'}",
                 "Wait until it ends, stop it, or use another folder.",
@@ -238,7 +238,7 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
         if claim:
             with suppress(OSError):  # report the first error
                 claim.withdraw()
-        raise refused(
+        raise input_error(
             f"run folder {wanted}", f"is not writable: {error.strerror or error}", _ELSEWHERE
         ) from error
     return claim
@@ -353,13 +353,13 @@ def _open_given(path: Path, resuming: bool) -> Path:
     """Return the folder of `--run-dir`, created if missing. Raises SpecError if it is unusable."""
     place = f"--run-dir {path}"
     if path.is_symlink():
-        raise refused(place, "is a symbolic link", "Use the folder itself.")
+        raise input_error(place, "is a symbolic link", "Use the folder itself.")
     if path.exists() and not path.is_dir():
-        raise refused(place, "is a file, not a folder", "Use a new or an empty folder.")
+        raise input_error(place, "is a file, not a folder", "Use a new or an empty folder.")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(path)
     if not resuming and any(entry.name != LOCK_NAME for entry in path.iterdir()):
-        raise refused(
+        raise input_error(
             place,
             "is not empty",
             "Use another folder, or add `--resume auto` to continue this run.",
@@ -370,7 +370,7 @@ def _open_given(path: Path, resuming: bool) -> Path:
 def _create_folder(root: Path, name: str) -> Path:
     """Create the folder `<time>-<name>`, with a number if the name exists."""
     if root.is_symlink():
-        raise refused(f"run folder {root}", "is a symbolic link", _ELSEWHERE)
+        raise input_error(f"run folder {root}", "is a symbolic link", _ELSEWHERE)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64]  # file names have at most 255 bytes
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}"
@@ -381,7 +381,7 @@ def _create_folder(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
         return path.resolve()
-    raise refused(f"run folder {root}", f"contains a thousand runs named {stem}", _ELSEWHERE)
+    raise input_error(f"run folder {root}", f"contains a thousand runs named {stem}", _ELSEWHERE)
 
 
 def _record_claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
@@ -553,7 +553,7 @@ def require_compatible(spec: Spec, source: str, path: Path, checkpoint: Manifest
         SpecError: The training cannot continue from it.
     """
     if checkpoint.step >= spec.train.steps:
-        raise refused(
+        raise input_error(
             _resume_option(source),
             f"already at step {checkpoint.step} of {spec.train.steps}",
             f"Set `train.steps` to more than {checkpoint.step}.",
@@ -565,14 +565,14 @@ def require_compatible(spec: Spec, source: str, path: Path, checkpoint: Manifest
 def no_checkpoint_error(source: str, complaints: Sequence[str]) -> SpecError:
     """Return the error that no checkpoint exists, or that none is sound."""
     if not complaints:
-        return refused(
+        return input_error(
             _resume_option(source),
             "contains no checkpoint",
             "Train with `checkpoint.every=N` or `checkpoint.at_end=true`, or remove `--resume`.",
         )
     several = f"none of its {len(complaints)} checkpoints can be used"
     finding = several if len(complaints) > 1 else "its only checkpoint cannot be used"
-    return refused(
+    return input_error(
         _resume_option(source),
         f"{finding}: {'; '.join(complaints)}",
         "Continue from another checkpoint, or remove `--resume` to train from the start.",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of, stages_text
 from ptrain.by_rank import totals
 from ptrain.cost import Estimate
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.processor import gpus, physical_memory
 from ptrain.report.table import (
     batch_text,
@@ -31,7 +31,7 @@ from ptrain.spec.cluster import PROCESS_BYTES
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train import environment
-from ptrain.units import format_bytes, format_count, format_memory, grouped
+from ptrain.units import format_bytes, format_count, format_memory, group_by_key
 
 
 def job_line(spec: Spec, *, numel: int, backend: str, device: str) -> str:
@@ -134,7 +134,7 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
     here = physical_memory()
     if needed > here:
         finding = f"{what} need {format_memory(needed)} of memory, but this host has "
-        raise refused("host memory", finding + format_memory(here), remedy)
+        raise input_error("host memory", finding + format_memory(here), remedy)
 
 
 def require_ranks_fit_host(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:
@@ -168,5 +168,5 @@ def needed_bytes(exact: Estimate) -> int:
     hosted = sum(totals(exact.memory, lambda row: row.host_bytes))
     if "peak" in exact.undefined or not exact.peak:
         return hosted + exact.world_size * resident_bytes(exact)
-    peaks = grouped((row.rank, row.device_bytes) for row in exact.peak)
+    peaks = group_by_key((row.rank, row.device_bytes) for row in exact.peak)
     return hosted + sum(map(max, peaks.values()))

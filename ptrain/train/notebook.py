@@ -20,7 +20,7 @@ import yaml
 
 from ptrain.cost import Column
 from ptrain.derivation.estimate import derive
-from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
+from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, input_error
 from ptrain.installed import require_torch
 from ptrain.report.recorded import decode_record
 from ptrain.report.summary import training_summary
@@ -153,7 +153,7 @@ def load_trainable(
 def _require_no_launcher() -> None:
     """Raise SpecError under a launcher, where each rank would start a training."""
     if (started := environment.world_size()) > 1:
-        raise refused(
+        raise input_error(
             "WORLD_SIZE",
             f"a launcher started {started} ranks, but this training starts its own ranks",
             "Start it without a launcher. Under a launcher, use `ptrain train SPEC --strict`.",

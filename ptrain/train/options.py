@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ptrain.commands import add_arguments
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import load_names
 from ptrain.spec.spec import Spec
@@ -75,25 +75,25 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
     """
     specs, overrides = split_arguments(arguments.words)
     if len(specs) > 1:
-        raise refused(
+        raise input_error(
             "",
             f"expected one SPEC; got {' and '.join(specs)}",
             "Train the specs one after the other. Overrides have the form `a.b=c`, without spaces.",
         )
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
-        raise refused(
+        raise input_error(
             f"--nnodes {arguments.nnodes}",
             "several nodes need a rendezvous endpoint",
             "Add the same `--rdzv-endpoint HOST:PORT` on every node; HOST is one of the nodes.",
         )
     if arguments.nnodes > 1 and len(arguments.rdzv_id) < _MIN_ID_LENGTH:
-        raise refused(
+        raise input_error(
             f"--rdzv-id {arguments.rdzv_id}".rstrip(),
             f"an id with fewer than {_MIN_ID_LENGTH} characters can be guessed",
             f"Add the same random id on every node, such as `--rdzv-id {secrets.token_hex(16)}`.",
         )
     if arguments.resume == "auto" and not arguments.run_dir:
-        raise refused(
+        raise input_error(
             "--resume auto",
             "auto continues the run in --run-dir, which is not set",
             "Add `--run-dir DIR`, or continue a run with `--resume runs/latest`.",
@@ -120,11 +120,11 @@ def _resolve_resume(resume: str | None) -> str | None:
     if resume in (None, "auto"):
         return resume
     if resume == "":
-        raise refused("--resume", "the path is empty", _RESUME)
+        raise input_error("--resume", "the path is empty", _RESUME)
     path = Path(resume).resolve()
     if not path.is_dir():
         finding = "is a file, not a folder" if path.exists() else "no such folder"
-        raise refused(f"--resume {resume}", finding, _RESUME)
+        raise input_error(f"--resume {resume}", finding, _RESUME)
     return str(path)
 
 
@@ -173,7 +173,7 @@ def require_profiled_steps(spec: Spec) -> None:
     """Raise SpecError if a step to profile is not a step of the training."""
     steps = spec.train.steps
     if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
-        raise refused(
+        raise input_error(
             "profile",
             f"there is no step {beyond[0]}",
             f"Use steps from 1 to {steps}, or raise `train.steps`.",

@@ -26,7 +26,7 @@ from ptrain.cost import Estimate
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
-from ptrain.errors import PtrainError, VerdictFailed, refused
+from ptrain.errors import PtrainError, VerdictFailed, input_error
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
@@ -223,7 +223,7 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_profiled_steps(spec)
     if spec.verify_every and guarded is None:
-        raise refused(
+        raise input_error(
             "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
     make_guard = guarded if spec.verify_every and guarded else StepGuard

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptrain.commands import add_arguments
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names, resolve_alias
 from ptrain.train.options import strip_dashes
@@ -48,7 +48,7 @@ class VerifyOptions:
 def require_steps(steps: int) -> None:
     """Raise SpecError if a trajectory is too short to show anything."""
     if steps < LEAST_STEPS:
-        raise refused(
+        raise input_error(
             "--steps",
             f"a trajectory needs at least {LEAST_STEPS} steps; got {steps}",
             f"Use `--steps {STEPS}`, or omit the option.",
@@ -79,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> VerifyOptions:
     options = parser.parse_intermixed_args(strip_dashes(argv))
     specs, overrides = split_arguments(options.arguments)
     if len(specs) > 1:
-        raise refused(
+        raise input_error(
             "",
             f"these ranks verify one SPEC; got {' and '.join(specs)}",
             "Use `ptrain verify`, which takes several specs and starts the ranks of each.",

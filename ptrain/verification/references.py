@@ -40,11 +40,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import DisabledDropout, fork_generators, reseed, switched_off
+from ptrain.models.modes import DisabledDropout, fork_generators, seed_generators, switched_off
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
@@ -140,7 +140,7 @@ def has_dropout(spec: Spec, exchange: Exchange) -> bool:
     seen = _probe_dropout(spec) if exchange.world.is_first else None
     drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
     if finding:
-        raise refused(
+        raise input_error(
             place,
             finding,
             "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout does; it is "
@@ -165,7 +165,7 @@ def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
     with disable_dropout(spec) as off, fork_generators(), torch.no_grad():
         losses = []
         for seed in (0, 1):
-            reseed(seed)
+            seed_generators(seed)
             losses.append(run().item())
         # NaN differs from itself, which is no effect of a random number.
         if losses[0] == losses[1] or math.isnan(losses[0]):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ptrain.data.corpus import open_corpus
-from ptrain.errors import TrainingStopped, refused
+from ptrain.errors import TrainingStopped, input_error
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import fork_generators
 from ptrain.models.numerics import TORCH_DTYPES
@@ -494,7 +494,7 @@ class ReferenceGuard(StepGuard):
         """
         spec = program.spec
         if without_dropout(spec) is not spec or has_dropout(spec, exchange):
-            raise refused(
+            raise input_error(
                 "verify_every",
                 "the model uses dropout, and ranks may draw other masks than the reference",
                 "Set dropout to 0, or remove `verify_every`.",

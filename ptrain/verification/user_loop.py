@@ -82,10 +82,10 @@ def verify(
     """
     # Around both runs: an exception in a step ends this rank while others wait for it.
     with _RaisedOnAnyRank():
-        return _compared(reference, distributed, batches, share, terms or Terms())
+        return _compare_jobs(reference, distributed, batches, share, terms or Terms())
 
 
-def _compared(
+def _compare_jobs(
     reference: Make,
     distributed: Make,
     batches: Iterable[Any],
@@ -105,7 +105,7 @@ def _compared(
 
     def run(still: tuple[str, ...]) -> LoopVerdict:
         again = distributed if not isinstance(distributed, Job) else None
-        examiner = Examiner(_built(reference), _built(distributed), terms, still)
+        examiner = Examiner(_build_job(reference), _build_job(distributed), terms, still)
         return examiner.run(steps, own, again)
 
     try:
@@ -196,7 +196,7 @@ def _not_told(unattributed: UnattributedDraws, remedy: str) -> PtrainError:
     )
 
 
-def _built(job: Make) -> Job:
+def _build_job(job: Make) -> Job:
     built = job if isinstance(job, Job) else job()
     if not isinstance(built, Job):
         raise PtrainError(

@@ -17,7 +17,8 @@ from ptrain.steps.step import Plan
 
 def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> ByRank[Footprint]:
     """Return the rows of parameters, optimizer state, gradients and the rest."""
-    return pipeline.resident(spec, plan, pipeline.staged(spec, plan, facts), schedule_of(spec))
+    stages = pipeline.split_stages(spec, plan, facts)
+    return pipeline.resident(spec, plan, stages, schedule_of(spec))
 
 
 def flight(
@@ -25,7 +26,7 @@ def flight(
 ) -> Flight:
     """Return a step's transfers in flight, its peaks and, with a cost model, its time."""
     plan, schedule = plan or lower(spec, facts), schedule_of(spec)
-    stages = pipeline.staged(spec, plan, facts)
+    stages = pipeline.split_stages(spec, plan, facts)
     timing = machine.of_step(spec, plan, facts, schedule) if machine else None
     return in_flight(spec, schedule, stages, resident(spec, plan, facts), timing)
 

@@ -92,8 +92,8 @@ def test_gradients_of_attention_are_no_statistics():
 
 
 def test_rows_are_rounded_up_with_seed_and_offset_stored_separately():
-    assert Statistics(40, 32, 16).of(4 * ROWS) == 4 * ROWS // 40 * 64 + 16
-    assert Statistics(64, 32, 16).of(4 * 64) == 4 * 64 + 16
+    assert Statistics(40, 32, 16).gpu_bytes(4 * ROWS) == 4 * ROWS // 40 * 64 + 16
+    assert Statistics(64, 32, 16).gpu_bytes(4 * 64) == 4 * 64 + 16
 
 
 @pytest.mark.parametrize(("sm", "more"), [(80, 24), (90, 16), (86, 0), (None, 0)])

@@ -15,7 +15,7 @@ KEPT = ByRank(
         [(row(State.PARAMETERS, 0, 5), row(State.OPTIMIZER, 0, 7)), (row(State.PARAMETERS, 0, 3),)],
         [1, 0, 1],
     )
-).and_then(rows_by_rank("aba", lambda key: [row(State.OTHER, 0, ord(key), host=1)]))
+).extend(rows_by_rank("aba", lambda key: [row(State.OTHER, 0, ord(key), host=1)]))
 WRITTEN = (
     row(State.PARAMETERS, 0, 3),
     row(State.PARAMETERS, 1, 5), row(State.OPTIMIZER, 1, 7),

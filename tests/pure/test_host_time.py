@@ -55,7 +55,7 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_the_whole_step(
     assert time.seconds == pytest.approx(passes * 25)
     forward = BLOCKS * FORWARD + FRONT[0] + BEHIND[0]
     assert time.of_phase(Phase.FORWARD) == pytest.approx(forward + passes * 25 - COMPUTED)
-    assert time.spent(Spent.COMPUTE) == COMPUTED
+    assert time.seconds_in(Spent.COMPUTE) == COMPUTED
     (row,) = [
         row
         for row in time.rows
@@ -91,7 +91,7 @@ def test_gpu_rates_without_host_times_are_reported():
     )
     assert silent is not None and telling is not None
     assert "host never limits" in silent.assumed[0] and not telling.assumed
-    assert silent.spent(Spent.LAUNCHES) == 0
+    assert silent.seconds_in(Spent.LAUNCHES) == 0
     issuing = sum(row.moving for row in telling.rows if row.key.spent is Spent.LAUNCHES)
     assert telling.seconds == pytest.approx(issuing)
     assert telling.seconds > silent.seconds
@@ -106,10 +106,10 @@ def test_small_layers_are_bound_by_the_host_by_the_rates_of_data_sheets():
     ]  # fmt: skip
     time = derive(load("tp", words).spec).exact.step
     assert time is not None
-    assert time.spent(Spent.LAUNCHES) > time.spent(Spent.COMPUTE)
+    assert time.seconds_in(Spent.LAUNCHES) > time.seconds_in(Spent.COMPUTE)
     assert 0.09 < time.seconds < 0.15
 
 
 def test_a_large_step_is_not_bound_by_the_host():
     time = derive(load("8b-zero3").spec).exact.step
-    assert time is not None and time.spent(Spent.LAUNCHES) == 0
+    assert time is not None and time.seconds_in(Spent.LAUNCHES) == 0

@@ -12,7 +12,7 @@ from ptrain.cost import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import all_represented, stage_passes
-from ptrain.derivation.pipeline import staged
+from ptrain.derivation.pipeline import split_stages
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import Passes, net_bytes
 from ptrain.plan.lower import built_in_facts
@@ -29,7 +29,7 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
     plan, facts = derive(spec).plan, built_in_facts(spec)
-    all_facts = staged(spec, plan, facts)
+    all_facts = split_stages(spec, plan, facts)
     taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
         stage_passes(
@@ -58,7 +58,7 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
     facts = built_in_facts(spec)
-    found = staged(spec, derive(spec).plan, facts)
+    found = split_stages(spec, derive(spec).plan, facts)
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)
         for kind, expected in (

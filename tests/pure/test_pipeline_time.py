@@ -87,14 +87,14 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(
     of_stage = 8 // ranks * (FORWARD + BACKWARD)
     assert time.seconds == pytest.approx((microbatches + ranks - 1) * of_stage)
     share = (ranks - 1) / (microbatches + ranks - 1)
-    assert time.spent(Spent.BUBBLE) / time.seconds == pytest.approx(share)
-    assert time.spent(Spent.COMPUTE) == pytest.approx(microbatches * of_stage)
+    assert time.seconds_in(Spent.BUBBLE) / time.seconds == pytest.approx(share)
+    assert time.seconds_in(Spent.COMPUTE) == pytest.approx(microbatches * of_stage)
 
 
 def test_halves_of_backward_fill_the_bubble():
     """ZB-H1: (p - 1)(F + I - W)."""
     time = pipeline(HandPace(), 4, 8, "zero-bubble")
-    assert time.spent(Spent.BUBBLE) == pytest.approx(3 * 2 * FORWARD)
+    assert time.seconds_in(Spent.BUBBLE) == pytest.approx(3 * 2 * FORWARD)
 
 
 def test_the_slowest_stage_decides():
@@ -103,28 +103,28 @@ def test_the_slowest_stage_decides():
     time = pipeline(HandPace(), 4, 16, work=work)
     slow = 2 * (FORWARD + BACKWARD) + 120
     assert time.seconds == pytest.approx(16 * slow + 3 * 2 * (FORWARD + BACKWARD))
-    assert time.spent(Spent.BUBBLE) == pytest.approx(3 * 2 * (FORWARD + BACKWARD))
+    assert time.seconds_in(Spent.BUBBLE) == pytest.approx(3 * 2 * (FORWARD + BACKWARD))
 
 
 def test_messages_are_transferred_during_compute():
     """gpipe's fill and drain wait for one message per boundary."""
     free, sending = (pipeline(HandPace(sent=s), 4, 8, "gpipe") for s in (0, 5 / MESSAGE))
     assert sending.seconds - free.seconds == pytest.approx(2 * 3 * 5)
-    assert sending.exposed() == {}
+    assert sending.exposed_seconds() == {}
 
 
 def test_a_message_takes_its_senders_time_where_cores_send():
     pace = HandPace(sent=5 / MESSAGE, overlaps=False)
     time = pipeline(pace, 2, 4, "gpipe")
-    sent = time.exposed()["pp",]
+    sent = time.exposed_seconds()["pp",]
     assert sent == pytest.approx(4 * 5)
-    assert time.spent(Spent.COMPUTE) == pytest.approx(4 * 4 * (FORWARD + BACKWARD))
+    assert time.seconds_in(Spent.COMPUTE) == pytest.approx(4 * 4 * (FORWARD + BACKWARD))
 
 
 def test_a_stages_passes_have_a_hook_each():
     pace = HandPace(overlaps=False, hooks={Hook.PIPELINE_PASS: 1.0})
     time = pipeline(pace, 4, 8)
-    assert time.spent(Spent.WRAPPERS) == pytest.approx(2 * 8)
+    assert time.seconds_in(Spent.WRAPPERS) == pytest.approx(2 * 8)
     assert time.seconds == pytest.approx((8 + 3) * (2 * (FORWARD + BACKWARD) + 2))
 
 
@@ -209,9 +209,9 @@ def test_collectives_between_operators_are_awaited_at_once(overlaps):
     pace = HandPace(sent=0.01, overlaps=overlaps, hooks={Hook.CUT_PRODUCT: 0.5})
     time = step(pace, work, mesh={"tp": 2}, placement={"tp": "S,S,S,R"})
     passes = SAMPLES * 8 * 2
-    assert time.exposed()["tp",] == pytest.approx(passes * 2 * 4)
-    assert time.spent(Spent.COMPUTE) == pytest.approx(SAMPLES * 8 * (FORWARD + BACKWARD))
-    assert time.spent(Spent.WRAPPERS) == pytest.approx(0 if overlaps else passes * 0.5)
+    assert time.exposed_seconds()["tp",] == pytest.approx(passes * 2 * 4)
+    assert time.seconds_in(Spent.COMPUTE) == pytest.approx(SAMPLES * 8 * (FORWARD + BACKWARD))
+    assert time.seconds_in(Spent.WRAPPERS) == pytest.approx(0 if overlaps else passes * 0.5)
 
 
 def test_a_pipeline_takes_as_long_as_the_host_that_has_most_to_issue():
@@ -222,7 +222,7 @@ def test_a_pipeline_takes_as_long_as_the_host_that_has_most_to_issue():
     times = [pipeline(HandPace(hooks=known), 2, 4, work=work) for known in ({}, hooks)]
     assert times[1].seconds == pytest.approx(4 * 5 * (30 + 35))
     assert times[1].seconds > times[0].seconds
-    assert times[1].spent(Spent.BUBBLE) == pytest.approx(times[0].spent(Spent.BUBBLE))
+    assert times[1].seconds_in(Spent.BUBBLE) == pytest.approx(times[0].seconds_in(Spent.BUBBLE))
     hidden = pipeline(HandPace(hooks={Hook.FORWARD_OPERATOR: 1.0}), 2, 4, work=work)
     assert hidden.seconds == times[0].seconds
 

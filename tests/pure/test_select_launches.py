@@ -69,7 +69,7 @@ def rows_of(chooser: Chooser, number: int) -> list[Ranked]:
 def test_estimates_have_the_order_of_exact_predictions_with_slow_hosts(times: float):
     rows = [row for row in rows_of(chooser("cp==1", times=times), 40) if row.step]
     closed, exact = ([row.closed.seconds for row in rows], [row.seconds or 0.0 for row in rows])
-    late = sum(row.step.spent(Spent.LAUNCHES) > 0 for row in rows if row.step)
+    late = sum(row.step.seconds_in(Spent.LAUNCHES) > 0 for row in rows if row.step)
     assert len(rows) > 20 and late > len(rows) // 2
     assert correlation(closed, exact) > 0.98
     assert all(0.75 * its < mine < 1.25 * its for mine, its in zip(closed, exact, strict=True))

@@ -83,7 +83,7 @@ def test_a_prediction_has_a_block_whose_parts_add_up_to_the_step():
     assert any(line.startswith("exposed dp_shard") for line in block)
     assert format_seconds(step.seconds) in next(line for line in block if line.startswith("step "))
     assert "█" in block[1] and len(named) == len(block)
-    assert step.seconds == pytest.approx(sum(step.spent(spent) for spent in Spent))
+    assert step.seconds == pytest.approx(sum(step.seconds_in(spent) for spent in Spent))
     assert "tokens/s" in text and "no step time" not in text
 
 
@@ -105,7 +105,10 @@ def test_a_step_is_in_the_record_and_reads_back():
     assert sum(predicted["parts"].values()) == pytest.approx(predicted["value"])
     assert sum(predicted["phases"].values()) == pytest.approx(predicted["value"])
     assert predicted["exposed"] == [
-        {"axes": ["dp_shard"], "seconds": pytest.approx(estimate.step.exposed()["dp_shard",])}
+        {
+            "axes": ["dp_shard"],
+            "seconds": pytest.approx(estimate.step.exposed_seconds()["dp_shard",]),
+        }
     ]
     assert measured == {"column": "measured", "value": 2.5}
     back = decode_record(result)

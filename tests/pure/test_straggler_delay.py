@@ -54,7 +54,7 @@ def test_all_that_is_computed_ahead_of_a_collective_makes_it_late_once(name, mic
         "placement": {axis: name},
         "batch": {"global": 8, "micro": micro, "sequence": 32},
     }
-    computed = step(HandPace(), **changes).spent(Spent.COMPUTE)
+    computed = step(HandPace(), **changes).seconds_in(Spent.COMPUTE)
     assert extra_seconds(**changes) == pytest.approx(LATE * computed)
 
 
@@ -113,7 +113,7 @@ def test_passes_that_are_known_are_as_late_as_those_that_are_played(name, schedu
     known = step(pace, **changes)
     monkeypatch.setattr(in_flight.RankStep, "recorded_pass", lambda *_: None)
     assert step(pace, **changes).seconds == pytest.approx(known.seconds)
-    of_passes = step(HandPace(), **changes).spent(Spent.COMPUTE)
+    of_passes = step(HandPace(), **changes).seconds_in(Spent.COMPUTE)
     late = (
         sum(
             row.seconds
@@ -140,7 +140,7 @@ def test_hooks_of_cut_products_make_late_once():
         step(HandPace(overlaps=False, sent=1e-4, hooks=hooks, late=late), work, **changes)
         for late in (0.0, LATE)
     )
-    spent = free.spent(Spent.COMPUTE) + free.spent(Spent.WRAPPERS)
+    spent = free.seconds_in(Spent.COMPUTE) + free.seconds_in(Spent.WRAPPERS)
     assert late.seconds - free.seconds == pytest.approx(LATE * spent)
 
 

@@ -70,7 +70,7 @@ def test_a_segment_is_its_highest_level_and_its_remainder():
 
 
 def test_two_runs_after_one_another_are_one():
-    assert run([5, -3]).then(run([4, -6])) == run([5, -3, 4, -6])
+    assert run([5, -3]).followed_by(run([4, -6])) == run([5, -3, 4, -6])
 
 
 def test_one_device_keeps_activations_and_gradients():

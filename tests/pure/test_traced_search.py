@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, TensorFacts, UnitFacts
 from ptrain.plan.lower import built_in_facts
 from ptrain.selection.choose import Chooser, select
@@ -155,13 +155,13 @@ def test_the_excess_of_sharding_over_its_closed_form_is_subtracted_from_the_budg
 def test_sharding_that_cannot_be_traced_is_excluded():
     traced = cuts([], most=2)
     cut, other = traced.cut(spec_of()), traced.cut(spec_of("batch.micro=1"))
-    traced.refusals[cut] = refused("mesh.tp", "its heads")
+    traced.refusals[cut] = input_error("mesh.tp", "its heads")
     assert not traced.may_fit(cut, 0.0) and traced.may_fit(other, 0.0)
 
 
 def test_where_nothing_can_be_traced_the_reason_is_the_answer():
     def read(spec: Spec) -> ModelFacts:
-        raise refused("torch", "is not installed")
+        raise input_error("torch", "is not installed")
 
     where = ["tp=1", "pp=1", "micro=1"]
     with pytest.raises(SpecError, match="is not installed"):

@@ -121,7 +121,7 @@ def without_boundaries(items: tuple[Item, ...]) -> list[Item]:
     kept: list[Item] = []
     for item in items:
         if isinstance(item, Run) and kept and isinstance(last := kept[-1], Run):
-            kept[-1] = last.then(item)
+            kept[-1] = last.followed_by(item)
         elif not isinstance(item, Boundary):
             kept.append(item)
     return kept

@@ -68,7 +68,7 @@ def figures(exact: Any) -> tuple[Any, ...]:
 
 def seconds_of(step: StepTime) -> tuple[float, float]:
     """Return what a step takes without its wait for the host, and this wait."""
-    waited = step.spent(Spent.LAUNCHES)
+    waited = step.seconds_in(Spent.LAUNCHES)
     return step.seconds - waited, waited
 
 

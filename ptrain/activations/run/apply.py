@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from ptrain.cost import State
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
@@ -516,7 +516,7 @@ def _module_to_recompute(known: dict[str, nn.Module], name: str, kept: Activatio
         return known[name]
     core = f"{name}.{_CORE}"
     if core not in known:
-        raise refused(
+        raise input_error(
             "activations",
             f"policy attention needs an attention module, and {name} has none",
             "Use `recompute=full`, `recompute=selective` or `recompute.keep=[matmul, attention]`.",

@@ -17,7 +17,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel, Plan
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 _ACTIVATIONS = State.ACTIVATIONS
 
@@ -39,7 +39,7 @@ def attention_traffic(
         return
     times = plan.accumulate.micro_batches
     yield from _document_edges(spec, step, times)
-    alike = grouped(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
+    alike = group_by_key(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
     for heads, modes in alike.items():
         yield from _layer_traffic(_Exchange(spec, plan, step, heads), times, modes)
 

@@ -22,7 +22,7 @@ from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
 from ptrain.spec.spec import Spec
-from ptrain.units import counted
+from ptrain.units import with_noun
 
 _TUPLES = (
     *STATE_RULES,
@@ -130,7 +130,7 @@ def _token_faults(spec: Spec) -> Iterator[Fault]:
     )
     yield Fault(
         place="batch.sequence",
-        finding=f"{counted(sequence, 'token')} cannot be split into {chunks} equal "
+        finding=f"{with_noun(sequence, 'token')} cannot be split into {chunks} equal "
         + ("chunks, two per rank," if per_rank > 1 else "shards")
         + f" over cp={factor.degree} ({attention})",
         remedy=f"Use {near}{fewer}{contiguous}{PADDED}.",
@@ -207,7 +207,7 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
         place=place,
         finding=(
             f"ulysses over {ulysses} ranks does not divide "
-            f"{counted(heads, 'head')}{f' of {whose}' if whose else ''}"
+            f"{with_noun(heads, 'head')}{f' of {whose}' if whose else ''}"
             f"{' per tp rank' if spec.degree(Axis.TP) > 1 else ''}"
         ),
         remedy=f"{remedy}{other}.",
@@ -336,7 +336,7 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     yield Fault(
         place="batch.sequence",
         finding=(
-            f"{counted(sequence // factor.degree, 'token')} per rank of cp cannot be "
+            f"{with_noun(sequence // factor.degree, 'token')} per rank of cp cannot be "
             f"split evenly over {tp} ranks of tp"
         ),
         remedy=f"Use {near}, or `placement.tp.activations=R`{PADDED}.",

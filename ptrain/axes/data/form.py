@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ptrain.axes.data.cost import in_memory, lies_in_group_order
 from ptrain.cost import State
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, Reshard
 from ptrain.spec.model import ModelShape
@@ -302,7 +302,7 @@ def require_any(spec: Spec, is_any: bool) -> None:
         SpecError: There is none.
     """
     if spec.frozen.is_written and not is_any:
-        raise refused(
+        raise input_error(
             "frozen",
             "the model has no frozen parameter (requires_grad=False)",
             "Remove `frozen`, or freeze parameters in the function of `model.target`.",
@@ -348,6 +348,6 @@ def _unsupported_error(where: str, frozen: Sequence[str], remedy: str) -> SpecEr
     """Return the error for frozen parameters that are not supported."""
     first, *others = frozen
     more = f" and {len(others)} more" if others else ""
-    return refused(
+    return input_error(
         "placement", f"not supported yet: frozen parameters {where}: {first}{more}", remedy
     )

@@ -10,14 +10,14 @@ from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.experts import ExpertParallel, Loads, num_choices, token_places
 from ptrain.steps.step import Plan
-from ptrain.units import counted, format_bytes
+from ptrain.units import format_bytes, with_noun
 
 _FEW_RANKS = 8
 
 
 def step_text(step: ExpertParallel) -> str:
     """Return a plan's line about the step."""
-    layers = counted(len(step.modules), "layer")
+    layers = with_noun(len(step.modules), "layer")
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
@@ -68,13 +68,14 @@ def _dispatch_text(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     if step.places is not None:
         places = step.number * micro * step.places
         return (
-            f"{counted(places, 'place')} of {step.features} features {often}: "
+            f"{with_noun(places, 'place')} of {step.features} features {often}: "
             f"{format_bytes(places * size)}, {away}, independent of the routing"
         )
     rows = num_choices(spec, step)
     return (
-        f"{counted(rows, 'row')} of {step.features} features {often}: {format_bytes(rows * size)}, "
-        f"{away} if experts are chosen equally often; row counts are exchanged first"
+        f"{with_noun(rows, 'row')} of {step.features} features {often}: "
+        f"{format_bytes(rows * size)}, {away} if experts are chosen equally often; "
+        "row counts are exchanged first"
     )
 
 
@@ -88,7 +89,7 @@ def _routing_text(spec: Spec, loads: Loads) -> str:
     }
     stated = "as counted" if isinstance(spec.routing, Histogram) else f"{spec.routing}"
     least, most = min(received), max(received)
-    return f"{stated}: the experts of a rank get {least} to {counted(most, 'row')} per layer"
+    return f"{stated}: the experts of a rank get {least} to {with_noun(most, 'row')} per layer"
 
 
 def _reduction_text(plan: Plan, step: ExpertParallel) -> str:

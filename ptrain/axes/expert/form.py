@@ -10,7 +10,7 @@ from math import gcd
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.cost import Collective
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis, Factor, Placement, R
@@ -136,7 +136,7 @@ def experts_of(
         return None
     if layers.number % factor.degree:
         divide = [d for d in range(1, layers.number + 1) if layers.number % d == 0]
-        raise refused(
+        raise input_error(
             "mesh.ep",
             f"{factor.degree} ranks do not divide {layers.number} experts",
             f"Use one of {', '.join(map(str, divide))} for `mesh.ep`.",

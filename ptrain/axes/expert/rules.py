@@ -21,7 +21,7 @@ from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.units import ceil_div, counted
+from ptrain.units import ceil_div, with_noun
 
 _IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of Transformers
 _FOLDS = "tensor.experts"
@@ -115,7 +115,7 @@ def _folded_slices(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="batch.sequence",
             finding=(
-                f"{counted(tokens, 'token')} per rank cannot be split evenly over the "
+                f"{with_noun(tokens, 'token')} per rank cannot be split evenly over the "
                 f"{ranks} tp ranks that route them"
             ),
             remedy=f"Use a multiple of {ranks}, or `{_CUT}`{PADDED}.",

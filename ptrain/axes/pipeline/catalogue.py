@@ -44,7 +44,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, Pass, PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
-from ptrain.units import counted
+from ptrain.units import with_noun
 
 _PER_ELEMENT, _PER_SCORE = 2 + 4, 4 + 8
 _MATRICES = (2, 3)  # dimensions of a matrix, and of the stacked matrices of experts
@@ -291,7 +291,7 @@ def schedule_faults(
         yield Fault(
             place="pipeline.stages",
             finding=(
-                f"{name} needs {counted(row.stages, 'stage')} per rank, but "
+                f"{name} needs {with_noun(row.stages, 'stage')} per rank, but "
                 f"{pipeline.stages} stages over pp={pipeline.ranks} are "
                 f"{pipeline.stages_per_rank} per rank"
             ),

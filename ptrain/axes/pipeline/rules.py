@@ -32,7 +32,7 @@ from ptrain.spec.placement import S_STAR, Axis, M, R, S, Tier
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
-from ptrain.units import counted
+from ptrain.units import with_noun
 
 _DISJOINT = "Theorem 4, state consistency"
 _PER_STAGE = "Theorem 7.2, gradients are reduced among replicas of a stage"
@@ -87,7 +87,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
     if listed != stages:
         yield Fault(
             place="pipeline.split",
-            finding=f"{_split_text(spec)} has {counted(listed, 'stage')}, but "
+            finding=f"{_split_text(spec)} has {with_noun(listed, 'stage')}, but "
             + (f"{said.schedule} has" if said.stages is None else "pipeline.stages is")
             + f" {stages}",
             remedy=(
@@ -101,7 +101,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="pipeline.split" if is_listed else "pipeline.stages",
             finding=(
-                f"{_split_text(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
+                f"{_split_text(spec) + ' has ' if is_listed else ''}{with_noun(stages, 'stage')}, "
                 f"not a multiple of pp={ranks} ranks"
             ),
             remedy=(

@@ -22,7 +22,7 @@ from ptrain.spec.placement import S_STAR, Axis, R, Role, S
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR
-from ptrain.units import ceil_div, counted
+from ptrain.units import ceil_div, with_noun
 
 _AXES = (Axis.TP,)
 
@@ -149,7 +149,7 @@ def _token_faults(spec: Spec) -> Iterator[Fault]:
     if cut and sequence % degree:
         yield Fault(
             place="batch.sequence",
-            finding=f"{counted(sequence, 'token')} cannot be split into {degree} equal shards",
+            finding=f"{with_noun(sequence, 'token')} cannot be split into {degree} equal shards",
             remedy=f"Use a multiple of {degree}, or `placement.tp.activations=R`{PADDED}.",
         )
 

@@ -44,7 +44,7 @@ from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.timeline import Complete, Timeline
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 # Memory and traffic of flat units in one steady step: one unit of each kind is simulated, and its
 # figures count for all units of its kind.
@@ -72,7 +72,7 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
 
 def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
     """Yield one unit of each kind, with the number of equal units."""
-    kinds = grouped(
+    kinds = group_by_key(
         ((_unit_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
         for unit in joined_units(plan, facts.units)
         if unit.numel

@@ -429,7 +429,7 @@ def counts_bytes(facts: ModelFacts) -> int:
     return sum(size for name, size in facts.buffers if name.endswith(f".{COUNTS}"))
 
 
-def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traffic]:
+def expert_count_traffic(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traffic]:
     """Yield the all-reduce of all counts that a rank with these parts of the model sends in a step.
 
     There is none without counts, or if all ranks have the same tokens.
@@ -441,7 +441,7 @@ def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traf
 
 
 def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
-    """Time the all-reduce of `summed` on a tape with a clock.
+    """Time the all-reduce of `expert_count_traffic` on a tape with a clock.
 
     The compute on a few hundred numbers is not timed.
     """

@@ -30,7 +30,7 @@ from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.context.draw import spans_text
 from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
-from ptrain.errors import SpecError, refused
+from ptrain.errors import SpecError, input_error
 from ptrain.facts.model import AttentionFacts
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.fakes import READ, detect_fake_mode
@@ -55,14 +55,14 @@ from ptrain.models.modes import (
     dropout_by,
     fork_generators,
     in_mode,
-    reseed,
+    seed_generators,
     without_dropout,
 )
 from ptrain.spec.misfits import divisors
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
-from ptrain.units import counted
+from ptrain.units import with_noun
 
 # (core for all tokens, scale) -> core over cp
 CoreOver = Callable[[nn.Module, float | None], nn.Module]
@@ -103,7 +103,7 @@ class _Cores:
             SpecError: The call is not plainly causal.
         """
         if call.fault:
-            raise refused(
+            raise input_error(
                 "model",
                 f"attention {call.fault}, unlike with a few tokens",
                 "Use plain causal attention for all lengths, or remove `mesh.cp`.",
@@ -368,10 +368,10 @@ def _require_heads(spec: Spec, attending: AttentionFacts) -> None:
         counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
         for what, heads in counts.items():
             if heads % tp:
-                finding = f"tp={tp} does not divide {counted(heads, 'head')}{what} of "
+                finding = f"tp={tp} does not divide {with_noun(heads, 'head')}{what} of "
                 finding += f"{module.name}; cp needs equal numbers of heads on each rank"
                 choice = ", ".join(map(str, divisors(heads)))
-                raise refused("mesh.tp", finding, f"Use one of {choice} for `mesh.tp`.")
+                raise input_error("mesh.tp", finding, f"Use one of {choice} for `mesh.tp`.")
         if faults := [*uncut_heads(spec, module.heads.heads // tp, module.name)]:
             raise SpecError(*faults)
 
@@ -438,7 +438,7 @@ class _Rehearsal:
             return call.by_before()
 
         self._is_drawing = True
-        reseed(0)
+        seed_generators(0)
         whole = self._run(
             every, self._record_attention, partial(intercept_draws, drop=note, meet=before.append)
         )
@@ -453,12 +453,12 @@ class _Rehearsal:
             known = masks_at(in_training, index, _micro_batch_cut(self.spec))
             draws = SlicedDraws(before, masks, known, self._draw_error)
             # The pass of all tokens started from this seed, so draws are comparable only from here.
-            reseed(0)
+            seed_generators(0)
             self._require_rank(spans_at(self.step, index), whole, draws.check_pass)
             draws.require_all()
 
     def _draw_error(self, draw: Draw, what: str) -> SpecError:
-        return refused(
+        return input_error(
             self.place, f"{draw.module or self.name} {what}", f"{_BY_DROPOUT}, or remove `mesh.cp`."
         )
 
@@ -502,7 +502,7 @@ class _Rehearsal:
         finding += f"{what} than with all tokens: "
         if self._is_drawing:
             finding += "its random draws depend on the number of tokens"
-            return refused(self.place, finding, f"{_BY_DROPOUT}, or remove `mesh.cp`.")
+            return input_error(self.place, finding, f"{_BY_DROPOUT}, or remove `mesh.cp`.")
         if self.positions:
             finding += f"{self.name} does not use the {self.positions} that it receives"
             remedy = "Take all positions from this argument"
@@ -513,7 +513,7 @@ class _Rehearsal:
             )
             remedy += "sequence"
         finding += ", or tokens interact outside of attention"
-        return refused(self.place, finding, f"{remedy}; or remove `mesh.cp`.")
+        return input_error(self.place, finding, f"{remedy}; or remove `mesh.cp`.")
 
 
 def _take_spans(x: Tensor, spans: Spans, dim: int) -> Tensor:

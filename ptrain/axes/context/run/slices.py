@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.context.attention import Span, all_spans, spans_at
 from ptrain.cost import State
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.internals.functional_collectives import all_gather_tensor, all_reduce_sum
 from ptrain.models.attention import DocumentMasks, added_mask, additive_mask, are_apart
 from ptrain.models.modes import DropoutCall, dropout_by
@@ -211,7 +211,7 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             given,
         )
     if is_masked:
-        raise refused(
+        raise input_error(
             "model",
             "not supported yet: document masks over keys of other ranks on CUDA (flash "
             "attention accepts no mask)",
@@ -223,7 +223,7 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             _ATEN._scaled_dot_product_flash_attention_backward.default,
             given,
         )
-    raise refused(
+    raise input_error(
         "precision",
         f"not supported yet: attention over cp in {query.dtype} on CUDA (flash "
         "attention does not support it)",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import Fault, SpecError, input_error
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.dispatch import disable_modes
 from ptrain.models.boundary import convert_exceptions, describe_error
@@ -516,7 +516,7 @@ def _is_close(own: Tensor, whole: Tensor) -> bool:
 
 def _not_splittable(finding: str) -> SpecError:
     """Return the error for a model that cannot be split."""
-    return refused(
+    return input_error(
         "mesh.pp",
         f"the model cannot be split into stages by its modules: {finding}",
         "Use a model whose layers pass only hidden states to each other, or remove `mesh.pp`.",

@@ -62,7 +62,7 @@ from ptrain.axes.tensor.run.styles import (
     SummedGradients,
     replace_parameters,
 )
-from ptrain.errors import refused
+from ptrain.errors import input_error
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.internals.part import replace_attributes
@@ -76,7 +76,7 @@ from ptrain.models.window import Window
 from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.steps.step import LossStep, Parallelize
-from ptrain.units import grouped
+from ptrain.units import group_by_key
 
 
 def held_order(lengths: Sequence[int], degree: int) -> list[int]:
@@ -423,7 +423,7 @@ def _column_layers(model: nn.Module, step: Parallelize, path: str) -> list[nn.Mo
 
 def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
     counts = (pattern.rpartition(".") for pattern, role in step.roles if role is Role.COUNT)
-    for owner, attributes in grouped((owner, name) for owner, _, name in counts).items():
+    for owner, attributes in group_by_key((owner, name) for owner, _, name in counts).items():
         for name in _matching_names(model, owner):
             module = model.get_submodule(name)
             LocalCounts(degree).register(module, attributes, _column_layers(model, step, name))
@@ -461,14 +461,14 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
         rows = parameter.shape[0]
         if not min(shard_sizes(rows, degree)):
             finding = f"tp={degree} leaves ranks without a row of {name}, which has {rows}"
-            raise refused("mesh.tp", finding, "Use a smaller `mesh.tp`.")
+            raise input_error("mesh.tp", finding, "Use a smaller `mesh.tp`.")
         if shards_differ(rows, degree, shards):
             finding = (
                 f"not supported yet: the {rows} rows of {name} over {degree} tp ranks, "
                 "each split into "
             )
             finding += f"{shards} uneven shards"
-            raise refused(
+            raise input_error(
                 "mesh.tp",
                 finding,
                 f"Use a multiple of {degree} rows, or parameters R on the data axes.",
