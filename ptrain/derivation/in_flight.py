@@ -490,10 +490,8 @@ def in_flight(
         are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
         of_step = group_turns(instructions[stand_in], are_alike=are_alike)
         rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most, gaps)
-        sums = (
-            [row for stage, at in pairs for row in stages[stage].tied_sum_rows(at)] if clock else []
-        )
-        rank.update(sorted({*shards}), sums)
+        sums = (row for stage, at in pairs for row in stages[stage].tied_sum_rows(at))
+        rank.update(sorted({*shards}), [*sums] if clock else [])
         return rank
 
     for place, index, tokens in sorted(set(places)):

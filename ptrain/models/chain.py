@@ -34,13 +34,7 @@ from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import outcome_of
 from ptrain.models.external import named_in_spec
 from ptrain.models.ledger import first_real, is_real, watch_modules
-from ptrain.models.modes import (
-    OutsideDraws,
-    copied_buffers,
-    fork_generators,
-    in_mode,
-    seed_generators,
-)
+from ptrain.models.modes import OutsideDraws, copied_buffers, fork_generators, in_mode, reseed
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import plan_of_module
 from ptrain.models.transformer import Transformer
@@ -93,7 +87,7 @@ class SeedComparison:
             copied_buffers(self._model),
             watch_modules(modules, before=self._on_enter, after=self._on_leave),
         ):
-            seed_generators(self._number)
+            reseed(self._number)
             output = self._run()
         if not self._fault and self._visited != [*self._layers]:
             self._fault = _SKIPS
@@ -124,7 +118,7 @@ class SeedComparison:
         follow."""
         if not self._number:
             self._gave[name] = tree_map(_clone_tensor, output)
-        seed_generators(0 if self._uses_first_seed(self._layers.index(name)) else self._number)
+        reseed(0 if self._uses_first_seed(self._layers.index(name)) else self._number)
         return tree_map(_clone_tensor, self._gave.get(name, output))
 
 

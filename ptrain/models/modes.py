@@ -184,7 +184,7 @@ def seed_device(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def seed_generators(seed: int) -> None:
+def reseed(seed: int) -> None:
     """Seed the generators of torch and Python."""
     torch.manual_seed(seed)
     random.seed(seed)

@@ -44,7 +44,7 @@ from ptrain.errors import input_error
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import DisabledDropout, fork_generators, seed_generators, switched_off
+from ptrain.models.modes import DisabledDropout, fork_generators, reseed, switched_off
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
@@ -165,7 +165,7 @@ def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
     with disable_dropout(spec) as off, fork_generators(), torch.no_grad():
         losses = []
         for seed in (0, 1):
-            seed_generators(seed)
+            reseed(seed)
             losses.append(run().item())
         # NaN differs from itself, which is no effect of a random number.
         if losses[0] == losses[1] or math.isnan(losses[0]):

@@ -51,7 +51,7 @@ LINES = [
     ("steps: 50", "steps: 2026-01-01", "train.steps", "the string '2026-01-01'", "integer"),
     ("clip: 1.0", "clip: on", "optimizer.clip", "the string 'on'", "finite number > 0"),
     ("seed: 0", "seed: 0}\ndeterministic: {a: off", "deterministic", "a mapping", "true or false"),
-    ("seed: 0}", "seed: 0}\ncompile: on", "compile", "the string 'on'", "none or block"),
+    ("seed: 0}", "seed: 0}\ncompile: on", "compile", "the string 'on'", "none, block, loss or all"),
     ("gradients: S,", "gradients: false,", "placement.dp_shard.gradients", "false", "quotes"),
     ("gradients: S,", "gradients: *S,", "placement.dp_shard.gradients", "aliases (*S)", "S*"),
     ("{layout: fp32}", "&p {layout: fp32}", "precision", "anchors (&p)", "Write the value in full"),
@@ -140,7 +140,7 @@ LINES = [
     ("mesh: {", "mesh: {cp: 2, ", "placement", "the mesh has cp: 2", "Add `placement.cp=R,R,R,S`"),
     ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "placement.pp=S,S,S,R"),
     ("train:", "attention: flash\ntrain:", "attention", "not supported yet", "sdpa or eager"),
-    ("train:", "compile: all\ntrain:", "compile", "the string 'all'", "none or block"),
+    ("train:", "compile: head\ntrain:", "compile", "the string 'head'", "none, block, loss or all"),
     # the data axis' dials
     ("train:", "offload: {tier: host}\ntrain:", "offload.tier", "no state has mode O", "remove"),
     ("train:", "offload: {tier: disk}\ntrain:", "offload.tier", "host, file", "mean 'file'"),
@@ -234,7 +234,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = text.replace("dp_shard: 2", "dp_shard: 2, ep: 0").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
-    file.write_text(text + "compile: all\neval: &x {every: !!int 3}\nlog: *x\n")
+    file.write_text(text + "compile: head\neval: &x {every: !!int 3}\nlog: *x\n")
     error = message_for(file)
     places = [fault.place for fault in error.faults]
     assert places == [

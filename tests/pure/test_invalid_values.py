@@ -81,7 +81,8 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
         ({"placement": {"dp_shard": "S*,S,S"}}, "placement.dp_shard",
          "a placement has 4 modes (parameters, optimizer, gradients, activations); got 3",
          "Use four modes: `dp_shard: [S*, S, S, R]`."),
-        ({"compile": "all"}, "compile", "must be none or block; got the string 'all'", None),
+        ({"compile": "head"}, "compile",
+         "must be none, block, loss or all; got the string 'head'", None),
         ({"model": {"target": 3}, "attention": "eager"}, "model.target",
          "must be package.module:function; got the number 3", ("Put it in quotes to make it a "
                                                               "string.")),

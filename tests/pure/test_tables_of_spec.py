@@ -396,7 +396,7 @@ def test_an_error_for_a_union_lists_all_alternatives():
         "reduce_scatter": "native or all_to_all",
         "unit": "block, sub-block, n blocks or model",
         "activations": "a mode (R, M or O; M@host), or modes by block",
-        "compile": "none or block",
+        "compile": "none, block, loss or all",
         "tensor.plan": "paired or naive, or a mapping of module names to roles",
         "context.attention": "ring, zigzag, all-gather, ulysses or {ulysses: U, ring: R}",
         "pipeline.split": "parameters, time, layers or a list of each stage's number of layers",

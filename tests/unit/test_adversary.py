@@ -73,7 +73,7 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(monkeypatch)
         )
         return disagreements.Comparison(figures=3, differing=(row,))
 
-    monkeypatch.setattr(search, "compared", always)
+    monkeypatch.setattr(search, "compare_columns", always)
     account = search.SearchReport()
     search.examine(55, account)
     search.examine(56, account)

@@ -28,7 +28,7 @@ from ptrain.verification.jobs.modules import (
     probe_model,
     recorded_autocast,
 )
-from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seed_generators
+from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, reseed
 from ptrain.verification.jobs.root_causes import list_families, make_untested_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import DrawReplay
@@ -169,7 +169,7 @@ class RelationTests:
         model = self._job.model
         still = self._drawing.disable(model)  # no dropout: passes are comparable
         with (
-            seed_generators(model),
+            reseed(model),
             StepRecorder(model, self._wholes) as seen,
             still,
             NoComms(),
@@ -349,7 +349,7 @@ class RelationTests:
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         """Return the model's first output tensor in fp64, with a fixed seed and without dropout."""
         still = self._drawing.disable(self._job.model)
-        with torch.no_grad(), seed_generators(self._job.model), recorded_autocast([call]), still:
+        with torch.no_grad(), reseed(self._job.model), recorded_autocast([call]), still:
             output = self._job.model(*args, **kwargs)
         return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 

@@ -102,7 +102,7 @@ def cuda_devices(model: nn.Module) -> list[int]:
 
 
 @contextmanager
-def seed_generators(model: nn.Module) -> Iterator[None]:
+def reseed(model: nn.Module) -> Iterator[None]:
     """Temporarily seed torch's generators with 0, and restore their states on exit."""
     with torch.random.fork_rng(devices=cuda_devices(model)):
         torch.manual_seed(0)

@@ -55,7 +55,7 @@ from ptrain.models.modes import (
     dropout_by,
     fork_generators,
     in_mode,
-    seed_generators,
+    reseed,
     without_dropout,
 )
 from ptrain.spec.misfits import divisors
@@ -438,7 +438,7 @@ class _Rehearsal:
             return call.by_before()
 
         self._is_drawing = True
-        seed_generators(0)
+        reseed(0)
         whole = self._run(
             every, self._record_attention, partial(intercept_draws, drop=note, meet=before.append)
         )
@@ -453,7 +453,7 @@ class _Rehearsal:
             known = masks_at(in_training, index, _micro_batch_cut(self.spec))
             draws = SlicedDraws(before, masks, known, self._draw_error)
             # The pass of all tokens started from this seed, so draws are comparable only from here.
-            seed_generators(0)
+            reseed(0)
             self._require_rank(spans_at(self.step, index), whole, draws.check_pass)
             draws.require_all()
 
