@@ -22,7 +22,7 @@ from ptrain.axes.data.form import (
     tier_of,
     units_ahead,
 )
-from ptrain.axes.pipeline.catalogue import make_schedule, size_of, stages_of
+from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
@@ -272,13 +272,19 @@ class WaySeconds:
         if share:
             others = inside(degrees, sizes.shared_by)
             self._send(others, within * sizes.shared_by, self.unit * share)
-        # state on the host is copied for each use, and gradients as they are reduced
-        once = 0.5 * links.there_and_back(Tier.HOST) * self.unit
+        # Offloaded parameters are copied for each use, and gradients as they are reduced.
         if way.is_brought and not way.is_near(_THETA):
-            self.gather += once * self.held / way.parts(_THETA, degrees)
+            self.gather += self._copy_seconds(_THETA, self.held)
         if not way.is_near(_GRADS):
-            self.reduce += once * layout.gradients.itemsize / way.parts(_GRADS, degrees)
+            self.reduce += self._copy_seconds(_GRADS, layout.gradients.itemsize)
         self._hook()
+
+    def _copy_seconds(self, state: State, itemsize: int) -> float:
+        """Return the seconds that a rank copies its part of a unit in one direction."""
+        is_on_file = tier_of(self.way.choice.factors, state) is Tier.FILE
+        tiers = (Tier.HOST, Tier.FILE) if is_on_file else (Tier.HOST,)
+        seconds = sum(map(self.links.there_and_back, tiers)) / 2
+        return seconds * itemsize * self.unit / self.way.parts(state, self.degrees)
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
@@ -372,7 +378,8 @@ class WaySeconds:
         # Ranks wait for the slowest stage. The bubble grows in proportion to the exposed
         # communication of the passes.
         longer = 1 + waits / flow.computing if flow.computing else 1.0
-        seconds = flow.computing + waits + flow.idle * longer
+        idle = flow.idle * longer if flow.idle else 0.0  # `longer` is inf if a rate is unknown
+        seconds = flow.computing + waits + idle
         seconds += update + held * self.copied + (self.finish + self.spread) * every
         if not flow.issued:
             return seconds
@@ -501,8 +508,10 @@ class PipelineFlows:
     def _crossing(self, flow: PipelineFlow, number: int, hidden: float) -> float:
         if flow.schedule is None:
             return 0.0
-        # on CPU a rank also waits for its sends
-        times = flow.ranks - 1 + number * flow.per_rank * (not self.links.pace.overlaps)
+        if SCHEDULES[flow.schedule].is_serial:  # no micro-batch starts before the one in progress
+            times = (flow.ranks - 1) * number
+        else:  # on CPU a rank also waits for its sends
+            times = flow.ranks - 1 + number * flow.per_rank * (not self.links.pace.overlaps)
         return (
             2 * times * self.links.seconds(Collective.SEND, 2, self.devices // flow.ranks, hidden)
         )

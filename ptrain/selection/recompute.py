@@ -27,7 +27,7 @@ from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R
-from ptrain.spec.spec import ActivationSpec, Spec, require_searchable
+from ptrain.spec.spec import ActivationSpec, Spec, require_auto_micro
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory
 
@@ -211,7 +211,7 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise input_error(
             _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
         )
-    require_searchable(spec, "predict with batch.micro=auto")
+    require_auto_micro(spec)
     if spec.activations.budget is not None:
         raise input_error(
             _MICRO,

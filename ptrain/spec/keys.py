@@ -345,7 +345,7 @@ class Keys:
                 Boolean("true: block"),
             ),
             read=_parse_compile,
-            search_remedy="`ptrain predict` derives compiled blocks.",
+            allows_auto_micro=False,
         ),
     ] = Compiled.NONE
 

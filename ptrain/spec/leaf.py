@@ -109,7 +109,7 @@ class Leaf:
         key: The name in files, if it differs from the field's.
         accepts_null: Null is accepted unchanged, and so are `words` (`auto`).
         file: The user's file that may replace the value.
-        search_remedy: The remedy of commands that search specs and support the default only.
+        allows_auto_micro: `batch.micro=auto` supports all values, not only the default.
     """
 
     description: str = field(kw_only=False)
@@ -124,7 +124,7 @@ class Leaf:
     accepts_null: bool = False
     words: Collection[str] = ()
     file: UserFile | None = None
-    search_remedy: str = ""
+    allows_auto_micro: bool = True
     shows_lists: ClassVar[bool] = False  # True if messages show the contents of a rejected list
 
     def parse(self, value: object) -> object:

@@ -295,6 +295,6 @@ class PrecisionRaw:
                 "rowwise": "fp8-rowwise",
             },
             read=Matmul,
-            search_remedy="`ptrain predict` derives fp8 products.",
+            allows_auto_micro=False,
         ),
     ] = Matmul.NONE

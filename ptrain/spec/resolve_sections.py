@@ -421,7 +421,8 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
         has_master=raw.master is None or isinstance(raw.master, DType),
         moments=raw.moments,
     )
-    said: dict[str, Any] = {spot.name: getattr(raw, spot.name, None) for spot in fields(Precision)}
+    names = [spot.name for spot in fields(Precision) if hasattr(raw, spot.name)]
+    said: dict[str, Any] = {name: getattr(raw, name) for name in names}
     return Precision(**{**said, "layout": layout, "compute_fp64": raw.compute is not None})
 
 

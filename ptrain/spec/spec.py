@@ -406,21 +406,20 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
         )
 
 
-def require_searchable(spec: Spec, command: str) -> None:
-    """Check that the search of a command supports the spec's values (`Leaf.search_remedy`).
+def require_auto_micro(spec: Spec) -> None:
+    """Check that `batch.micro=auto` supports the spec's values (`Leaf.allows_auto_micro`).
 
     Raises:
         SpecError: A key has a value other than its default, which is the only one supported.
     """
     for route, spot, holds in iter_keys(SpecRaw):
         place = ".".join(route)
-        if not isinstance(holds, Leaf) or not holds.search_remedy:
+        if not isinstance(holds, Leaf) or holds.allows_auto_micro:
             continue
         if (value := attrgetter(place)(spec)) != spot.default:
-            finding = f"not supported yet: ptrain {command} with {place}={value}"
-            raise input_error(
-                place, finding, f"Use `{place}={spot.default}`; {holds.search_remedy}"
-            )
+            finding = f"not supported yet: {place}={value} with batch.micro=auto"
+            remedy = f"Set `batch.micro` to a number, or use `{place}={spot.default}`."
+            raise input_error(place, finding, remedy)
 
 
 def require_transformers(model: ModelSpec) -> None:

@@ -187,7 +187,8 @@ def section_mapping(
     """
     said: dict[str, object] = {}
     for key, (spot, holds) in section_keys(kind or type(values)).items():
-        value = getattr(values, spot.name, spot.default)
+        # Only a declaration of another class has keys without a value.
+        value = getattr(values, spot.name, *([spot.default] if kind else []))
         is_unsaid = value is None and (spot.default is None or not holds.accepts_null)
         if holds.supported is None and not is_unsaid and not (is_sparse and value == spot.default):
             said[key] = _file_value(holds, value)
