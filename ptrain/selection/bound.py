@@ -9,7 +9,7 @@ replays the best candidates event by event.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
 
@@ -416,43 +416,27 @@ def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
 
 
-@dataclass(frozen=True)
 class PipelineFlows:
-    """The flows of one model's candidates, with a cache of its splits into stages."""
+    """The flows of one model's candidates, with a cache of its splits into stages.
 
-    base: Spec
-    facts: ModelFacts
-    links: Links
-    devices: int
-    cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    known: dict[tuple[object, ...], tuple[RankShare, ...]] = field(default_factory=dict)
+    `shares` returns the shares of ranks that differ: the first, the middle one with most layers,
+    the last.
+    """
 
-    @cached_property
-    def _layers(self) -> Layers:
-        return stage_layers(self.base, self.facts)
+    def __init__(self, base: Spec, facts: ModelFacts, links: Links, devices: int) -> None:
+        self.base, self.links, self.devices = base, links, devices
+        self.layers: Layers = stage_layers(base, facts)
+        self.shares, self.counts = cache(self._shares), cache(self._counts)
 
-    @cached_property
-    def num_layers(self) -> int:
-        """The number of layers of the model."""
-        return len(self._layers.layers)
-
-    def shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
-        """Return the shares of ranks that differ: the first, the middle one with most layers, the
-        last."""
-        key = (flow.schedule, flow.ranks, flow.per_rank, number)
-        if key not in self.known:
-            self.known[key] = tuple(dict.fromkeys(self._shares(flow, number)))
-        return self.known[key]
-
-    def _shares(self, flow: PipelineFlow, number: int) -> Iterator[RankShare]:
-        size, counts = flow.size(number), self._counts(flow)
+    def _shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
+        size, counts, shares = flow.size(number), self.counts(flow), dict[RankShare, None]()
         own = [stages_of_rank(size, rank) for rank in range(flow.ranks)]
         held = [sum(counts[stage] for stage in stages) for stages in own]
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
             chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
             is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
-            yield RankShare(
+            share = RankShare(
                 layers=held[rank],
                 stages=flow.per_rank,
                 front=0 in own[rank],
@@ -462,15 +446,14 @@ class PipelineFlows:
                 later=min(chunks, (number - 1) * flow.per_rank),
                 waiting=(number - 1) * (behind and is_all_first),
             )
+            shares[share] = None
+        return tuple(shares)
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         if flow.schedule is None:
-            return (self.num_layers,)
-        stages = flow.ranks * flow.per_rank
-        if stages not in self.cuts:
-            cut = stages_of(apply_choices(self.base, (flow.choice,)), self._layers)
-            self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
-        return self.cuts[stages]
+            return (len(self.layers.layers),)
+        cut = stages_of(apply_choices(self.base, (flow.choice,)), self.layers)
+        return tuple(len(stage.layers) for stage in cut)
 
     def seconds(
         self, flow: PipelineFlow, number: int, sums: PassSums, sizes: Sizes, hidden: float
@@ -516,7 +499,11 @@ class PipelineFlows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None or not any(busy):  # or no rates of operators are known
             return 0.0
-        others = self.num_layers * sum(sums.block[:2]) + sum(sums.front[:2]) + sum(sums.behind[:2])
+        others = (
+            len(self.layers.layers) * sum(sums.block[:2])
+            + sum(sums.front[:2])
+            + sum(sums.behind[:2])
+        )
         others -= sum(busy)
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = sums.weights / sums.block[1] if sums.block[1] else 0.0

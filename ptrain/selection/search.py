@@ -231,14 +231,8 @@ class SearchResult:
 
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
-        others, saved = block.levels[0][0], min([level[4] for level in block.levels])
-        for memory, rows in block.groups.items():
+        for rows in block.groups.values():
             self.counts.scored += len(rows)
-            # A lower bound of the peak: states that always exist, and the activations of the rank
-            # that saves least. Most groups exceed the limit by it, and need no peak per rank.
-            floor = memory.lives[0] * others + saved
-            if floor > self.limit and floor >= rows[0].least:
-                continue
             size = block.peak(rows[0])
             for row in rows:
                 if row.smallest is None:
@@ -251,11 +245,6 @@ class SearchResult:
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
         """Add a candidate that may fit, if it satisfies constraints on figures."""
         counts, best = self.counts, row.best
-        # Pruning: compute and bubble are shared by all rows of a block. If these alone are slower
-        # than the worst candidate kept, no row can enter, and communication need not be estimated.
-        if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
-            counts.fitting += size <= self.job.room
-            return
         seconds = block.step(row)
         for name, figure, slack in (("memory", size, SLACK), ("time", seconds, TIME_SLACK)):
             if not all(may_hold(rule, figure, slack) for rule in self.job.where.bounds(name)):
@@ -268,13 +257,6 @@ class SearchResult:
             # order.
             insort(best, (first, second, counts.scored + counts.fitting, block, row))
             del best[_PER_PLACEMENT:]
-
-    def _is_slower(self, block: CandidateBlock, seconds: float) -> bool:
-        """Return True if the shared compute time of a block alone exceeds `seconds`."""
-        if self.by_memory or self.job.where.constraints:
-            return False
-        flow = block.flow_seconds
-        return flow is not None and flow.computing + flow.idle > seconds
 
     @cached_property
     def entries(self) -> list[Entry]:
