@@ -66,9 +66,8 @@ from ptrain.selection.space import (
 from ptrain.selection.where import Aspect, Constraint, Where
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import TOKEN_AXES, Axis
-from ptrain.spec.spec import Spec, ranks_over
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
 # Best candidates kept per placement. They differ in batches, activations and pipelines, and an
@@ -312,7 +311,7 @@ class Search:
         self.facts: ModelFacts = built_in_facts(replace(job.sized, unit=UnitSize()))
         self.legality = Legality(job.sized, job.scored, job.written)
         self.links = Links(job.scored, pace, job.devices, is_nominal=is_nominal)
-        self.flows = PipelineFlows(job.sized, self.facts, self.links, job.devices)
+        self.flows = PipelineFlows(job.sized, self.facts, self.links)
         self.choices = data_choices(job.scored, job.written)
         self.ways_to_keep = job.written.kept or ways_to_keep(job.written.offload_tier)
         self.cut, self.sums = cache(self._cut), cache(self._sums)
@@ -416,11 +415,8 @@ class Search:
         self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: ActivationMode
     ) -> FlowSeconds | None:
         """Return the seconds that a block's candidates share; None if unknown."""
-        spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
-        assert isinstance(spec.model, ModelShape), "a built-in model"
-        tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
-        hidden = tokens * spec.model.hidden * spec.precision.effective_layout.parameters.itemsize
-        return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
+        sums = self.sums(cut, kept, micro)
+        return self.flows.seconds(flow, number, sums, cut.sizes) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
         """Return the estimates of one candidate."""
