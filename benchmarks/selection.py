@@ -56,7 +56,7 @@ class Case:
     @cached_property
     def searched(self) -> tuple[Chooser, Ranked]:
         """Return the search and its best, without the comparison with well-known choices."""
-        with mock.patch.object(choose, "KNOWN", ()):
+        with mock.patch.object(choose, "KNOWN", {}):
             best = (chooser := self.chooser()).choose().best
         assert best is not None and best.seconds is not None, "a job that fits, and has rates"
         return chooser, best

@@ -78,7 +78,8 @@ def _block_range_faults(spec: Spec) -> Iterator[Fault]:
         yield from missing_block_faults(spec, spec.model.layers)
 
 
-def _split_backward_faults(spec: Spec) -> Iterator[Fault]:
+def split_backward_faults(spec: Spec) -> Iterator[Fault]:
+    """Yield the fault of a schedule that would recompute blocks in both halves of backward."""
     if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and has_recomputation(spec):
         yield Fault(
             place="pipeline.schedule",
@@ -121,7 +122,7 @@ def _flex_cpu_faults(spec: Spec) -> Iterator[Fault]:
 def _offloaded_split_backward_faults(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not has_offload(spec):
         return
-    if has_recomputation(spec):  # rejected by `_split_backward_faults`
+    if has_recomputation(spec):  # rejected by `split_backward_faults`
         return
     yield Fault(
         place="pipeline.schedule",
@@ -282,7 +283,7 @@ def _make_rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]
 
 RULES = (
     _make_rule("blocks exist in the model", "Definition 1", _block_range_faults),
-    _make_rule("a block is recomputed once", _ONCE, _split_backward_faults),
+    _make_rule("a block is recomputed once", _ONCE, split_backward_faults),
     _make_rule("attention supports the model's dropout", "Definition 1", _flex_dropout_faults),
     _make_rule("attention has a backward pass", _ONCE, _flex_cpu_faults),
 )

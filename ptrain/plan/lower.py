@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from ptrain.activations.rules import missing_block_faults
+from ptrain.activations.rules import missing_block_faults, split_backward_faults
 from ptrain.axes.context.attention import context_of, has_ring
 from ptrain.axes.data.form import (
     data_factors,
@@ -256,8 +256,9 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
         )
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
-    if outside := tuple(missing_block_faults(spec, len(blocks))):
-        raise SpecError(*outside)
+    # a call from Python may lower a spec that commands reject
+    if faults := (*missing_block_faults(spec, len(blocks)), *split_backward_faults(spec)):
+        raise SpecError(*faults)
     if all(mode.is_plain for mode in spec.activations.distinct_of(len(blocks))):
         return None
     named = zip(blocks, spec.activations.block_modes(len(blocks)), strict=True)

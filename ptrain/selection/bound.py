@@ -9,7 +9,7 @@ replays the best candidates event by event.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
 
@@ -22,7 +22,7 @@ from ptrain.axes.data.form import (
     tier_of,
     units_ahead,
 )
-from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule, size_of, stages_of
+from ptrain.axes.pipeline.catalogue import make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
@@ -185,7 +185,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 class RankShare:
     """The part of a model on a pipeline rank: `layers` on all of its `stages`, and the ends of the
     model that it has. `chunks`: chunks in flight at most; `later`: those in flight when gradients
-    of all its stages exist; `waiting`: other micro-batches that wait at the end of a last stage."""
+    of all its stages exist."""
 
     layers: int
     stages: int
@@ -194,7 +194,6 @@ class RankShare:
     is_staged: bool
     chunks: int
     later: int
-    waiting: int
 
     def root(self, sizes: Sizes) -> int:
         """Return the number of parameters outside of blocks."""
@@ -212,7 +211,6 @@ def levels_of(
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
-        head += act.head * micro * share.waiting
         # -inf: with a single micro-batch no pass runs next to earlier gradients
         later = share.later * chunk if number > 1 else -inf
         saved = share.chunks * chunk
@@ -238,7 +236,7 @@ def peak(rank: tuple[float, ...], way: WayBytes) -> float:
 class FlowSeconds:
     """The figures that do not depend on the data axes: the `number` of micro-batches, and `layers`,
     `stages` and other parameters (`root`) of the rank that computes most. Seconds of a block's
-    passes; per step of computing, of the bubble with transfers (`idle`) and of the host's launches
+    passes; per step of computing, of the bubble (`idle`) and of the host's launches
     (`issued`, 0 if never the limit); per micro-batch of waits for offloaded activations
     (`moving`)."""
 
@@ -369,8 +367,7 @@ class WaySeconds:
                 apart += again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
             # a stage's first unit has no earlier compute to overlap with
-            hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
-            waits -= hidden / (1 + links.interference)
+            waits -= max(0.0, units - flow.stages) * (beside + min(apart, room))
         held = flow.layers * self.sizes.block + flow.root
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
@@ -384,7 +381,6 @@ class WaySeconds:
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        hooks += (self.spread > 0) * pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
         calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)
@@ -423,43 +419,26 @@ def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
 
 
-@dataclass(frozen=True)
 class PipelineFlows:
-    """The flows of one model's candidates, with a cache of its splits into stages."""
+    """The flows of one model's candidates, with a cache of its splits into stages.
 
-    base: Spec
-    facts: ModelFacts
-    links: Links
-    devices: int
-    cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    known: dict[tuple[object, ...], tuple[RankShare, ...]] = field(default_factory=dict)
+    `shares` returns the shares of ranks that differ: the first, the middle one with most layers,
+    the last.
+    """
 
-    @cached_property
-    def _layers(self) -> Layers:
-        return stage_layers(self.base, self.facts)
+    def __init__(self, base: Spec, facts: ModelFacts, links: Links) -> None:
+        self.base, self.links = base, links
+        self.layers: Layers = stage_layers(base, facts)
+        self.shares, self.counts = cache(self._shares), cache(self._counts)
 
-    @cached_property
-    def num_layers(self) -> int:
-        """The number of layers of the model."""
-        return len(self._layers.layers)
-
-    def shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
-        """Return the shares of ranks that differ: the first, the middle one with most layers, the
-        last."""
-        key = (flow.schedule, flow.ranks, flow.per_rank, number)
-        if key not in self.known:
-            self.known[key] = tuple(dict.fromkeys(self._shares(flow, number)))
-        return self.known[key]
-
-    def _shares(self, flow: PipelineFlow, number: int) -> Iterator[RankShare]:
-        size, counts = flow.size(number), self._counts(flow)
+    def _shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
+        size, counts, shares = flow.size(number), self.counts(flow), dict[RankShare, None]()
         own = [stages_of_rank(size, rank) for rank in range(flow.ranks)]
         held = [sum(counts[stage] for stage in stages) for stages in own]
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
             chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
-            is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
-            yield RankShare(
+            share = RankShare(
                 layers=held[rank],
                 stages=flow.per_rank,
                 front=0 in own[rank],
@@ -467,23 +446,18 @@ class PipelineFlows:
                 is_staged=flow.schedule is not None,
                 chunks=chunks,
                 later=min(chunks, (number - 1) * flow.per_rank),
-                waiting=(number - 1) * (behind and is_all_first),
             )
+            shares[share] = None
+        return tuple(shares)
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         if flow.schedule is None:
-            return (self.num_layers,)
-        stages = flow.ranks * flow.per_rank
-        if stages not in self.cuts:
-            cut = stages_of(apply_choices(self.base, (flow.choice,)), self._layers)
-            self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
-        return self.cuts[stages]
+            return (len(self.layers.layers),)
+        cut = stages_of(apply_choices(self.base, (flow.choice,)), self.layers)
+        return tuple(len(stage.layers) for stage in cut)
 
-    def seconds(
-        self, flow: PipelineFlow, number: int, sums: PassSums, sizes: Sizes, hidden: float
-    ) -> FlowSeconds:
-        """Return the seconds of the rank that computes most, independent of the data axes;
-        `hidden`: bytes of hidden states sent between stages."""
+    def seconds(self, flow: PipelineFlow, number: int, sums: PassSums, sizes: Sizes) -> FlowSeconds:
+        """Return the seconds of the rank that computes most, independent of the data axes."""
         shares = self.shares(flow, number)
         passes = [_passes(share, sums) for share in shares]
         busy = max(passes, key=lambda of_rank: of_rank[0] + of_rank[1])
@@ -500,20 +474,8 @@ class PipelineFlows:
             backward=sums.block[1],
             computing=number * (forward + backward),
             moving=_moving(share, sums),
-            idle=self._idle(flow, number, sums, (forward, backward))
-            + self._crossing(flow, number, hidden),
+            idle=self._idle(flow, number, sums, (forward, backward)),
             issued=issued * self.links.is_issued,
-        )
-
-    def _crossing(self, flow: PipelineFlow, number: int, hidden: float) -> float:
-        if flow.schedule is None:
-            return 0.0
-        if SCHEDULES[flow.schedule].is_serial:  # no micro-batch starts before the one in progress
-            times = (flow.ranks - 1) * number
-        else:  # on CPU a rank also waits for its sends
-            times = flow.ranks - 1 + number * flow.per_rank * (not self.links.pace.overlaps)
-        return (
-            2 * times * self.links.seconds(Collective.SEND, 2, self.devices // flow.ranks, hidden)
         )
 
     def _idle(
@@ -525,7 +487,11 @@ class PipelineFlows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None or not any(busy):  # or no rates of operators are known
             return 0.0
-        others = self.num_layers * sum(sums.block[:2]) + sum(sums.front[:2]) + sum(sums.behind[:2])
+        others = (
+            len(self.layers.layers) * sum(sums.block[:2])
+            + sum(sums.front[:2])
+            + sum(sums.behind[:2])
+        )
         others -= sum(busy)
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = sums.weights / sums.block[1] if sums.block[1] else 0.0

@@ -175,7 +175,7 @@ def why_none(search: Search) -> tuple[str, str]:
 
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
     """Return the reason, in a few words, why no candidate satisfies `rules` together with `others`,
-    the constraints of the last run."""
+    the constraints of the last run; "" if the job has no such degrees."""
     job = search.job
     if others.constraints and search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
@@ -185,7 +185,7 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
     if free != job and Search(free, search.work, search.pace).has(Where(rules)):
         return "excluded by values in the spec"
     fault = _common_fault(free, Where(rules))
-    return f"none is legal: {fault.finding}" if fault else "none is legal"
+    return f"none is legal: {fault.finding}" if fault else ""
 
 
 def _offered(search: Search, rule: Constraint) -> str:
@@ -328,8 +328,7 @@ def select(
     if not margin:
         return answer(chooser, demand)
     with suppress(SpecError):
-        leaving = answer(chooser, demand)
-        if leaving.best is not None or leaving.is_far_from_fitting:
+        if (leaving := answer(chooser, demand)).best is not None:
             return leaving
     rows = {
         key: row for key, row in chooser.rows.items() if row
@@ -525,10 +524,11 @@ class Chooser(Deriver):
         base, devices = self.job.base, self.job.devices
         # rules of well-known choices read no batch and no activations
         placed = [(row.first.placed(base), row) for row in result.placements]
-        for known in KNOWN:
-            if (where := known.where(self.job)) is not None:
-                row, why = self._like(placed, ranked, where)
-                yield Lost(name=known.name, best=row, why=why)
+        for name, rules in KNOWN.items():
+            where = [rule.replace("N", str(devices)) for rule in rules]
+            row, why = self._like(placed, ranked, where)
+            if row or why:
+                yield Lost(name=name, best=row, why=why)
         best = ranked[0].closed.candidate
         for near in neighbours(self.search, best):
             if near.kept != best.kept and (row := self.exactly(self.search.score(near))):

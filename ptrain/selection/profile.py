@@ -96,7 +96,6 @@ class Activity:
     Attributes:
         block: Saved by a block.
         stage: Saved by a stage, beyond its blocks.
-        head: Saved by the head of a last stage for each waiting backward pass.
         in_block: Additionally in use in a block at most.
         at_last: Additionally in use at the head of a last stage at most.
         at_ends: Additionally in use at the ends of an unstaged model at most.
@@ -105,7 +104,6 @@ class Activity:
 
     block: float
     stage: float
-    head: float
     in_block: float
     at_last: float
     at_ends: float
@@ -120,15 +118,11 @@ _MICRO_BATCHES = 2 * _RANKS
 _FEW, _MANY = 256, 512
 
 
-def _in_stages(schedule: ScheduleName) -> AxisChoice:
-    """Return a pipeline of four stages, split by layers."""
-    return AxisChoice(
-        factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=STAGES),),
-        changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
-    )
-
-
-_STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
+# Four stages, split by layers.
+_STAGED = AxisChoice(
+    factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=STAGES),),
+    changes=(("pipeline", PipelineSpec(schedule=ScheduleName.ONE_F_ONE_B, split=SplitBy.LAYERS)),),
+)
 
 
 def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
@@ -148,7 +142,6 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     alone = Activity(
         block=block,
         stage=0.0,
-        head=0.0,
         in_block=ends,
         at_last=ends,
         at_ends=ends,
@@ -160,14 +153,10 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     # 1F1B keeps one chunk less on each following rank. Ranks between the ends differ in nothing
     # else, so their difference is the bytes of a chunk.
     second, third, last = (_in_use(staged, stage * spec.world_size) for stage in range(1, _RANKS))
-    waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
     chunk = max(block, float(second - third))
     return replace(
         alone,
         stage=chunk - block,
-        # GPipe runs all forwards first: on the last rank every micro-batch then waits with its
-        # head's tensors. 1F1B has one there.
-        head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
         in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
     )
@@ -323,12 +312,6 @@ class Links:
             return 0.0
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
-
-    @property
-    def interference(self) -> float:
-        """The relative slowdown of compute while a collective runs."""
-        cluster = self.base.cluster
-        return cluster.slowdown_beside_collectives if cluster and not self.is_nominal else 0.0
 
     def host_update(self) -> float:
         """Return the seconds of a host to update one element; infinite if unknown."""

@@ -17,10 +17,10 @@ from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.space import SPACES, Candidate
+from ptrain.selection.space import Candidate
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count, group_by_key, parse_count
 from ptrain.wording import Worded
@@ -310,55 +310,22 @@ _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
 _OF_DATA = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownChoice:
-    """A well-known placement.
-
-    Attributes:
-        name: Its usual name.
-        rules: Constraints, in which N is the number of devices.
-        least: Minimum number of devices.
-        axes: Axes that a job must be able to use.
-    """
-
-    name: str
-    rules: tuple[str, ...]
-    least: int = 2
-    axes: tuple[Axis, ...] = ()
-
-    def where(self, job: SearchedJob) -> tuple[str, ...] | None:
-        """Return its constraints for a job; None if the job has too few devices or cannot use the
-        axes."""
-        if job.devices < self.least or not all(may_use(axis, job) for axis in self.axes):
-            return None
-        return tuple(rule.replace("N", str(job.devices)) for rule in self.rules)
-
-
-def may_use(axis: Axis, job: SearchedJob) -> bool:
-    """Return True if a search tries more than one rank on an axis."""
-    space = next(space for space in SPACES if axis in space.axes)
-    return any(size > 1 for size in space.sizes(job.base, job.devices, job.written))
-
-
-KNOWN = (
-    KnownChoice(name="DDP", rules=("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}")),
-    KnownChoice(name="ZeRO-1", rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R")),
-    KnownChoice(name="ZeRO-2", rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R")),
-    KnownChoice(name="FSDP", rules=("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}")),
-    KnownChoice(
-        name="HSDP, sharded within a node of 8",
-        rules=(
-            *("mesh.dp_shard=8", *_OF_DATA, f"placement.dp_shard={_ALL_SHARDED}"),
-            f"placement.dp_replicate={_WHOLE}",
-        ),
-        least=16,
+# Constraints of well-known placements, by their usual name; N is the number of devices.
+KNOWN = {
+    "DDP": ("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}"),
+    "ZeRO-1": ("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R"),
+    "ZeRO-2": ("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R"),
+    "FSDP": ("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}"),
+    "HSDP, sharded within a node of 8": (
+        *("mesh.dp_shard=8", *_OF_DATA, f"placement.dp_shard={_ALL_SHARDED}"),
+        f"placement.dp_replicate={_WHOLE}",
     ),
-    KnownChoice(name="tp=8 × data", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
-    KnownChoice(name="pp × data", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")),
-    KnownChoice(name="pp × tp", rules=("mesh.pp>1", "mesh.tp>1", "mesh.cp=1"), least=4),
-    KnownChoice(name="cp", rules=("mesh.cp>1",), axes=TOKEN_AXES),
-    KnownChoice(name="ep", rules=("mesh.ep>1",), axes=EXPERT_AXES),
-)
+    "tp=8 × data": ("mesh.tp=8", "mesh.pp=1"),
+    "pp × data": ("mesh.tp=1", "mesh.cp=1", "mesh.pp>1"),
+    "pp × tp": ("mesh.pp>1", "mesh.tp>1", "mesh.cp=1"),
+    "cp": ("mesh.cp>1",),
+    "ep": ("mesh.ep>1",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,14 +395,6 @@ class PlacementRanking(Worded):
     def best(self) -> Ranked | None:
         """The best row; None if nothing fits."""
         return self.ranking[0] if self.ranking else None
-
-    @property
-    def is_far_from_fitting(self) -> bool:
-        """True if nothing fits without a margin, by more than the error of estimates."""
-        least, cluster = self.least, self.job.base.cluster
-        if least is None or cluster is None:
-            return False
-        return least.memory.short_bytes > 0 and least.closed.peak > cluster.usable_memory * SLACK
 
     @property
     def spec(self) -> Spec:

@@ -66,9 +66,8 @@ from ptrain.selection.space import (
 from ptrain.selection.where import Aspect, Constraint, Where
 from ptrain.spec.activations import ActivationMode
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import TOKEN_AXES, Axis
-from ptrain.spec.spec import Spec, ranks_over
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec
 from ptrain.units import group_by_key
 
 # Best candidates kept per placement. They differ in batches, activations and pipelines, and an
@@ -231,14 +230,8 @@ class SearchResult:
 
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
-        others, saved = block.levels[0][0], min([level[4] for level in block.levels])
-        for memory, rows in block.groups.items():
+        for rows in block.groups.values():
             self.counts.scored += len(rows)
-            # A lower bound of the peak: states that always exist, and the activations of the rank
-            # that saves least. Most groups exceed the limit by it, and need no peak per rank.
-            floor = memory.lives[0] * others + saved
-            if floor > self.limit and floor >= rows[0].least:
-                continue
             size = block.peak(rows[0])
             for row in rows:
                 if row.smallest is None:
@@ -251,11 +244,6 @@ class SearchResult:
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
         """Add a candidate that may fit, if it satisfies constraints on figures."""
         counts, best = self.counts, row.best
-        # Pruning: compute and bubble are shared by all rows of a block. If these alone are slower
-        # than the worst candidate kept, no row can enter, and communication need not be estimated.
-        if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
-            counts.fitting += size <= self.job.room
-            return
         seconds = block.step(row)
         for name, figure, slack in (("memory", size, SLACK), ("time", seconds, TIME_SLACK)):
             if not all(may_hold(rule, figure, slack) for rule in self.job.where.bounds(name)):
@@ -268,13 +256,6 @@ class SearchResult:
             # order.
             insort(best, (first, second, counts.scored + counts.fitting, block, row))
             del best[_PER_PLACEMENT:]
-
-    def _is_slower(self, block: CandidateBlock, seconds: float) -> bool:
-        """Return True if the shared compute time of a block alone exceeds `seconds`."""
-        if self.by_memory or self.job.where.constraints:
-            return False
-        flow = block.flow_seconds
-        return flow is not None and flow.computing + flow.idle > seconds
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -330,7 +311,7 @@ class Search:
         self.facts: ModelFacts = built_in_facts(replace(job.sized, unit=UnitSize()))
         self.legality = Legality(job.sized, job.scored, job.written)
         self.links = Links(job.scored, pace, job.devices, is_nominal=is_nominal)
-        self.flows = PipelineFlows(job.sized, self.facts, self.links, job.devices)
+        self.flows = PipelineFlows(job.sized, self.facts, self.links)
         self.choices = data_choices(job.scored, job.written)
         self.ways_to_keep = job.written.kept or ways_to_keep(job.written.offload_tier)
         self.cut, self.sums = cache(self._cut), cache(self._sums)
@@ -434,11 +415,8 @@ class Search:
         self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: ActivationMode
     ) -> FlowSeconds | None:
         """Return the seconds that a block's candidates share; None if unknown."""
-        spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
-        assert isinstance(spec.model, ModelShape), "a built-in model"
-        tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
-        hidden = tokens * spec.model.hidden * spec.precision.effective_layout.parameters.itemsize
-        return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
+        sums = self.sums(cut, kept, micro)
+        return self.flows.seconds(flow, number, sums, cut.sizes) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
         """Return the estimates of one candidate."""

@@ -9,12 +9,13 @@ The full candidate is checked again before it is derived.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
 from math import prod
 
+from ptrain.algebra.legality import is_sound
 from ptrain.algebra.open_spec import Memo, OpenSpec, make_memos
 from ptrain.axes.candidates import (
     NOTHING_FIXED,
@@ -162,25 +163,18 @@ class Legality:
         base: The spec of the job.
         scored: The spec whose tables are used: the base, or the one with a stand-in.
         written: The choices that the spec sets.
-        open_specs: A cache of specs by kind of choice, with the rules that remain to be checked.
     """
 
     base: Spec
     scored: Spec
     written: FixedChoices = NOTHING_FIXED
-    open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Return True if a pipeline choice is legal with this number of micro-batches, without
         other axes."""
-        base = replace(self.base, routing=None)  # illegal without the axes of experts
-        batch = _batch(base, micro_batches, 1)
-        kind = ("pipeline", choice.factors, choice.changes)
-        if kind not in self.open_specs:
-            self.open_specs[kind] = OpenSpec.with_open_fields(
-                apply_choices(base, (choice,), batch), _NUMBERS
-            )
-        return self.open_specs[kind].is_sound(batch=batch)
+        # illegal without the axes of experts, and without the devices of the other axes
+        base = replace(self.base, routing=None, cluster=None)
+        return is_sound(apply_choices(base, (choice,), _batch(base, micro_batches, 1)))
 
     def within(
         self,
@@ -198,15 +192,9 @@ class Legality:
             through: The flow of a step through the ranks.
             several: True if a micro-batch has several samples.
         """
-        kind = ("within", choices, through)
-        if (opened := self.open_specs.get(kind)) is None:
-            tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-            opened = OpenSpec.with_open_fields(tall, ("activations", *_NUMBERS))
-            self.open_specs[kind] = opened
-        spec = kept_so(opened.spec, kept)
+        spec = kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
         spec = with_micro(spec, 2) if several else spec
-        is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
-        return is_sound and self._is_predicted(spec)
+        return is_sound(spec) and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
         like = without_experts(spec)
@@ -297,7 +285,6 @@ def _with_layers(spec: Spec) -> Spec:
 # Two layers for each of the stages below, and more micro-batches than their ranks. Both schedules
 # accept these, so legality depends on the choices alone.
 _LAYERS, _ENOUGH = 8, 4
-_NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12  # a multiple of all smaller powers of two of shards
 STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=STAGES),)

@@ -44,5 +44,5 @@ def chooser(*words: str, devices: int = 8, cluster: str = "h100-8", **options: o
 
 def without_known(search: Callable[[], PlacementRanking]) -> PlacementRanking:
     """Search without a look at why known placements lost, which is half of a search's time."""
-    with mock.patch.object(choose, "KNOWN", ()):
+    with mock.patch.object(choose, "KNOWN", {}):
         return search()

@@ -17,6 +17,7 @@ from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import FULL, ActivationMode
+from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
@@ -131,6 +132,12 @@ def test_blocks_that_the_module_lacks_are_rejected_as_it_is_read():
     spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
     with pytest.raises(SpecError, match="blocks 1-5, but the model has 2, from 0 to 1"):
         facts_of(replace(spec, activations=kept))
+
+
+def test_blocks_that_both_halves_of_backward_recompute_are_rejected_before_the_trace():
+    words = ["pipeline.schedule=zero-bubble", "activations=M", "recompute=selective"]
+    with pytest.raises(SpecError, match="both would recompute blocks with activations M"):
+        read_facts(load("pp-zero2", words).spec)
 
 
 def test_reading_facts_imports_nothing_that_was_not_allowed():
