@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ptrain.axes.context.attention import has_ring
+from ptrain.axes.context.attention import factor_of, has_ring
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
@@ -193,9 +193,11 @@ Obstacle = tuple[str, str, str]  # place, finding and remedy
 def _compile_faults(spec: Spec) -> Iterator[Fault]:
     of_blocks = [*_block_obstacles(spec)] if spec.compile.has_blocks else []
     of_loss = [*_loss_obstacles(spec)] if spec.compile.has_loss else []
-    is_partial = spec.compile is Compiled.ALL and not (of_blocks and of_loss)
-    rest = (Compiled.LOSS if of_blocks else Compiled.BLOCK) if is_partial else Compiled.NONE
-    for place, finding, remedy in (*_compile_obstacles(spec), *of_blocks, *of_loss):
+    of_both = [*_compile_obstacles(spec)]
+    rest = Compiled.NONE
+    if spec.compile is Compiled.ALL and not of_both and not (of_blocks and of_loss):
+        rest = Compiled.LOSS if of_blocks else Compiled.BLOCK
+    for place, finding, remedy in (*of_both, *of_blocks, *of_loss):
         yield Fault(
             place=place,
             finding=f"not supported yet with compile={spec.compile}: {finding}",
@@ -241,9 +243,13 @@ def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
     if shape.experts is not None and has_ring(spec):
         finding = "mixtures of experts with attention along a ring, which leave no half to compile"
         yield "context.attention", finding, "Use `context.attention=ulysses`"
-    elif (shape.experts is not None or has_ring(spec)) and has_recomputation(spec):
+    is_half = shape.experts is not None or has_ring(spec)
+    if is_half and has_recomputation(spec):
         finding = "recomputed blocks of which a half is compiled"
         yield _activations_key(spec), finding, f"Use `{_activations_key(spec)}=R`"
+    if shape.has_dropout and factor_of(spec) is not None and not has_ring(spec):
+        finding = "dropout with Ulysses attention, whose masks are sliced by hooks within a block"
+        yield "model.dropout", finding, "Use `model.dropout=0`"
     if shape.attention is Attention.FLEX:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
@@ -251,12 +257,11 @@ def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
         yield "unit", finding, "Use `unit=block`"
     if has_offload(spec):
         finding = "offloaded activations: what a program saves is moved after its end"
-        yield (
-            _activations_key(spec),
-            finding,
-            f"Use `{_activations_key(spec)}=R` or `{_activations_key(spec)}=M`",
-        )
-    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in block_modes(spec)):
+        key = _activations_key(spec)
+        recomputed = "" if is_half or spec.degree(Axis.TP) > 1 else f" or `{key}=M`"
+        yield key, finding, f"Use `{key}=R`{recomputed}"
+    is_of_attention = (m.policy and m.policy.scope is Scope.ATTENTION for m in block_modes(spec))
+    if not is_half and any(is_of_attention):
         finding = "policy attention, with which torch makes a program for every layer"
         yield "recompute", finding, "Use `recompute=full` or `recompute=selective`"
     yield from _tensor_compile_obstacles(spec, shape)

@@ -78,7 +78,7 @@ _FP8_TIME = (
 )
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 _PROGRAM_TIME = "the host's time to enter a compiled program is not included"
-_PROGRAM_OF_CPU = "the compiled blocks are estimated from the CPU program: a GPU's may fuse others"
+_PROGRAM_OF_CPU = "compiled programs are estimated as on CPUs; a GPU's may fuse other operators"
 _PROVEN = ("2.13",)  # versions of torch whose programs allocated the predicted bytes in tests
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
@@ -358,12 +358,13 @@ def exact_estimate(
 
 
 def _time_assumptions(spec: Spec) -> Iterator[str]:
-    """Yield sentences about the times of fp8 products and of compiled blocks."""
+    """Yield sentences about the times of fp8 products and of compiled programs."""
     if _is_fp8_derived(spec):
         yield _FP8_TIME
     if spec.compile is not Compiled.NONE:
         yield _PROGRAM_TIME
-        yield from (_PROGRAM_OF_CPU,) * spec.is_for_cuda
+        if spec.is_for_cuda:
+            yield _PROGRAM_OF_CPU
 
 
 def _is_fp8_derived(spec: Spec) -> bool:

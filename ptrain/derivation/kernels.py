@@ -241,7 +241,7 @@ _NOT_CONFIRMED = (
     "H100 (sm 90), for unsharded built-in models"
 )
 _FP8 = "the workspaces of fp8 products have not been measured on a GPU"
-_PROGRAMS = "compiled blocks are those of the CPU program, and a GPU's may fuse other operators"
+_PROGRAMS = "compiled programs are those of the CPU, and a GPU's may fuse other operators"
 _H100 = 90  # compute capability
 
 
@@ -254,17 +254,21 @@ def unclaimed_figures(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     shape = spec.model
     drops = shape.has_dropout if isinstance(shape, ModelShape) else facts.draws
     why = _unknown_kernel_reason(spec, facts)
-    if not why and spec.is_for_cuda and spec.compile is not Compiled.NONE:
-        why = _PROGRAMS
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
-    if not why and spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
-        return of_offloaded | {"peak": _FP8}
+    # Other reasons come after these two, since a search may rank by peaks that only lack
+    # measurements of programs (`takes_peak_of`).
+    reasons: dict[str, str] = {}
+    if spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
+        reasons = {"peak": _FP8}
+    if spec.is_for_cuda and spec.compile is not Compiled.NONE:
+        reasons = {"activations": _PROGRAMS, "peak": _PROGRAMS}
+    reasons |= of_offloaded
     if not why:
-        return of_offloaded
+        return reasons
     # If such activations leave a GPU, the sizes of copies differ too.
     moved = ("traffic",) if spec.is_for_cuda and leaves_device(spec) else ()
-    return of_offloaded | dict.fromkeys(("activations", "peak", *moved), why)
+    return reasons | dict.fromkeys(("activations", "peak", *moved), why)
 
 
 def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:

@@ -170,13 +170,16 @@ def require_fp8_device(device: torch.device, dtype: torch.dtype, recipe: Matmul)
         return
     name, remedy = torch.cuda.get_device_name(device), "Use `precision.matmul=none`."
     major, minor = torch.cuda.get_device_capability(device)
-    # ROCm reports the numbers of an architecture, and its GPUs have other fp8 dtypes.
-    if torch.version.hip is not None or 10 * major + minor < FP8_CAPABILITY:
-        has = "is an AMD GPU" if torch.version.hip is not None else f"has {10 * major + minor}"
-        finding = f"need a GPU of compute capability {FP8_CAPABILITY} or more, and {name} {has}"
+    if torch.version.hip is not None:  # AMD's GPUs have other fp8 dtypes
+        finding = f"not supported yet: {recipe} products on AMD GPUs, and this is {name}"
+        raise input_error("precision.matmul", finding, remedy)
+    if 10 * major + minor < FP8_CAPABILITY:
+        needed = f"{FP8_CAPABILITY // 10}.{FP8_CAPABILITY % 10}"
+        finding = f"need compute capability {needed} or more, and {name} has {major}.{minor}"
         raise input_error("precision.matmul", f"{recipe} products {finding}", remedy)
     if recipe is Matmul.ROWWISE and dtype is not torch.bfloat16:
-        finding = f"{recipe} products of {name} return bf16, and the parameters are {dtype}"
+        given = str(dtype).removeprefix("torch.")
+        finding = f"{recipe} products of {name} return bfloat16, and the parameters are {given}"
         remedy = f"Use `precision.parameters=bf16`, or `precision.matmul={Matmul.TENSORWISE}`."
         raise input_error("precision.matmul", finding, remedy)
 

@@ -260,8 +260,8 @@ class SimulatedRank:
 
 
 def _why_not_simulated(spec: Spec) -> str:
-    """Return the reason why no compiled blocks are simulated. Empty if they are, or if none is
-    compiled."""
+    """Return the reason why compiled programs are not simulated. Empty if they are, or if nothing
+    is compiled."""
     is_compiled = spec.compile is not Compiled.NONE
     return why_not_compiled(spec) or (_PROGRAMS_OF_GPUS if is_compiled and spec.is_for_cuda else "")
 
@@ -293,7 +293,8 @@ def simulate(
     """
     require_ranks(spec, [str(rank)])
     if not rehearse and (why := _why_not_simulated(spec)):
-        raise input_error("compile", why, "Use `compile=none`, or `device=cpu`.")
+        other = ", or `device=cpu`" if why == _PROGRAMS_OF_GPUS else ""
+        raise input_error("compile", why, f"Use `compile=none`{other}.")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.

@@ -65,7 +65,7 @@ from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec, require_leave
-from ptrain.steps.step import loss_in_head
+from ptrain.steps.step import CompiledLoss, loss_in_head
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
@@ -235,7 +235,8 @@ Progress = Callable[[str], None]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and its code fails on fake tensors:"
 _PROGRAMS_OF_GPUS = (
-    "compiled programs of GPUs are not predicted; name a cluster or `device=cuda` for an estimate"
+    "the device may be the GPU of this machine, whose compiled programs are not predicted; for an "
+    "estimate, name a cluster or use `device=cuda`"
 )
 _NO_COMPILER = "a program of torch.compile needs a C++ compiler, such as g++, and there is none"
 _READS = (
@@ -333,8 +334,8 @@ def read_facts(
 
 
 def why_not_compiled(spec: Spec) -> str:
-    """Return the reason why programs of compiled blocks are unknown here. Empty if they are known,
-    or if nothing is compiled."""
+    """Return the reason why compiled programs are unknown here. Empty if they are known, or if
+    nothing is compiled."""
     if spec.compile is Compiled.NONE:
         return ""
     if spec.may_be_on_cuda and not spec.is_for_cuda and torch.cuda.is_available():
@@ -515,7 +516,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     with (
         torch.random.fork_rng(devices=[]),
         run_only(model, known.blocks, ran.run_layers),
-        _loss_of(model, spec) as loss,
+        _loss_of(model, spec, compiles=is_whole) as loss,
     ):
 
         def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers:
@@ -582,8 +583,9 @@ class _LossInHead(_Loss):
 
 
 @contextmanager
-def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    if (step := loss_in_head(spec)) is None:
+def _loss_of(model: nn.Module, spec: Spec, *, compiles: bool) -> Iterator[_Loss]:
+    step = loss_in_head(spec)
+    if step is None or (isinstance(step, CompiledLoss) and not compiles):
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInHead(step), head_of(model, spec)

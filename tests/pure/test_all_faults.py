@@ -46,7 +46,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     "context": [({"attention": "x"}, "context.attention")],
     "routing": [("none.json", "routing")],
     "training": [({"local_batch_size": 2}, "training.local_batch_size")],
-    "compile": [("all", "compile")],
+    "compile": [("head", "compile")],
     "reshard": [("often", "reshard")],
     "log": [({"trackers": "x"}, "log.trackers")],
 }

@@ -13,8 +13,9 @@ import pytest
 from ptrain.algebra.legality import check, find_unsupported
 from ptrain.derivation import estimate
 from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import SpecError
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.plan.show import format_plan
 from ptrain.selection.job import searched_job
 from ptrain.selection.recompute import resolve_auto
@@ -69,7 +70,30 @@ def test_a_loss_is_compiled_without_blocks():
     assert all(fault.remedy.endswith("or use `compile=none`.") for fault in faults)
     for word in ("loss", "all"):
         (fault,) = find_unsupported(load("pp-zero-bubble", [f"compile={word}"]).spec)
-        assert fault.place == "pipeline.schedule"
+        assert fault.place == "pipeline.schedule" and fault.remedy.endswith("`compile=none`.")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("cp-ulysses", ["model.dropout=0.1", "model.attention_dropout=0"]),
+        ("ep", ["activations=O"]),
+        ("cp-ring", ["activations=M", "recompute=attention"]),
+        ("zero3", ["unit=sub-block"]),
+    ],
+)
+def test_the_loss_alone_is_a_fix_for_blocks_that_cannot_be_compiled(name, overrides):
+    (fault,) = find_unsupported(load(name, [*overrides, "compile=all"]).spec)
+    assert fault.remedy.endswith("or use `compile=loss`.") and "M`" not in fault.remedy
+    assert not find_unsupported(load(name, [*overrides, "compile=loss"]).spec)
+
+
+def test_reasons_that_forbid_a_ranking_are_not_hidden_by_programs():
+    drops = ["cluster.preset=a100-8", "model.dropout=0.1"]
+    for name, overrides in (("ddp", drops), ("ddp", ["cluster.preset=h100-8", "activations=O"])):
+        for word in ("none", "loss"):
+            facts = built_in_facts(load(name, overrides).spec)
+            assert not takes_peak_of(load(name, [*overrides, f"compile={word}"]).spec, facts)
 
 
 def compiled_spec(name: str, *overrides: str) -> Spec:
@@ -95,7 +119,7 @@ def test_a_search_scores_compiled_blocks_as_eager_ones():
 
 def test_a_micro_batch_is_not_chosen_for_compiled_blocks():
     document = load("zero3", ["compile=block", "batch.micro=auto", "cluster.preset=h100-8"])
-    with pytest.raises(SpecError, match=r"predict with batch\.micro=auto with compile=block"):
+    with pytest.raises(SpecError, match=r"compile=block with batch\.micro=auto"):
         resolve_auto(document)
 
 

@@ -369,7 +369,7 @@ NAMED = {
 WAITING = """replicas are outside shards;
     muon does not support experts; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
-    attention is part of a program; experts are sharded over tp too; the naive plan shards experts;
+    experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;
     the naive plan has no latent attention;
     gathered shards are equal; shards of shards are equal;
@@ -379,7 +379,7 @@ WAITING = """replicas are outside shards;
     muon needs the full model; offloaded activations are used once;
     attention is a separate module; a budget's peaks are predicted;
     recomputed units are gathered; the naive plan keeps saved activations;
-    a block is one program; an fp8 scale is of a full matrix"""
+    a block, or the loss, is one program; an fp8 scale is of a full matrix"""
 
 
 def test_every_rule_has_its_name_and_the_theorem_that_it_guards():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ptrain.axes.context.attention import attention_of, factor_of, has_ring, split_degree
+from ptrain.axes.context.attention import attention_of, factor_of, split_degree
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
@@ -368,22 +368,6 @@ def _position_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _compile_faults(spec: Spec) -> Iterator[Fault]:
-    # Next to a ring, programs have no attention, and masks are drawn outside of them.
-    is_in_program = factor_of(spec) is not None and not has_ring(spec)
-    if not spec.compile.has_blocks or not is_in_program:
-        return
-    if isinstance(spec.model, ModelShape) and spec.model.has_dropout:
-        yield Fault(
-            place="model.dropout",
-            finding=(
-                f"not supported yet with compile={spec.compile}: dropout over cp, whose masks "
-                "are sliced by hooks within a block"
-            ),
-            remedy="Use `model.dropout=0`, or use `compile=none`.",
-        )
-
-
 def _own_kernels(spec: Spec) -> Iterator[Fault]:
     """Reject other kernels than SDPA for models of transformers.
 
@@ -454,6 +438,5 @@ CONTEXT = AxisRules(
         SpecRule(name="flash attention accepts no mask", theorem="", faults=_document_faults),
         SpecRule(name="keys and values have equal dimensions", theorem="", faults=_latent_faults),
         SpecRule(name="ranks have equal numbers of chunks", theorem="", faults=_position_faults),
-        SpecRule(name="attention is part of a program", theorem="", faults=_compile_faults),
     ),
 )
