@@ -468,14 +468,12 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
     }
     spec = load(written).spec
     yield from _plain_passes(spec, device)
-    yield from (
-        _kept_pass(spec, kept, device)
-        for kept in (
-            ActivationMode(policy=FULL),
-            ActivationMode(policy=SELECTIVE),
-            ActivationMode(tier=Tier.HOST),
-        )
-    )
+    for kept in (
+        ActivationMode(policy=FULL),
+        ActivationMode(policy=SELECTIVE),
+        ActivationMode(tier=Tier.HOST),
+    ):
+        yield _kept_pass(spec, kept, device)
 
 
 def _build_layers(spec: Spec, device: torch.device) -> nn.Module:

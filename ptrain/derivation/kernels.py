@@ -98,11 +98,9 @@ class FusedAttention(NamedTuple):
 
     def statistics(self, sm: int | None) -> Statistics | None:
         """Return the statistics that the kernel keeps, or None if there is no known kernel."""
-        return (
-            None
-            if (kernel := self.kernel(sm)) is None
-            else Statistics(self.sequence, *_read_table("kernels")[kernel])
-        )
+        if (kernel := self.kernel(sm)) is None:
+            return None
+        return Statistics(self.sequence, *_read_table("kernels")[kernel])
 
     def goes_by_operators(self, sm: int | None) -> bool:
         """Return True if torch is known to run separate operators, although a kernel supports
@@ -187,11 +185,9 @@ def is_by_operators(spec: Spec) -> bool:
     The scores are then in memory. Attention with dropout is unknown and gives False.
     """
     attention = attention_of(spec)
-    return (
-        False
-        if attention is None or attention.drops
-        else attention.goes_by_operators(capability(spec))
-    )
+    if attention is None or attention.drops:
+        return False
+    return attention.goes_by_operators(capability(spec))
 
 
 def may_be_fused(spec: Spec) -> bool:

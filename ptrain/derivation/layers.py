@@ -271,11 +271,9 @@ def _layer_items(
     base: Sequence[Any] = evaluate_table(TablePart.PASSES, setting.without_context).events(*parts)
     if head is not None:
         base = head.wrap_last_block(_PASSES[kind], base)
-    return (
-        base
-        if kept is None
-        else blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
-    )
+    if kept is None:
+        return base
+    return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
 
 
 def places_of(units: Units) -> Places:

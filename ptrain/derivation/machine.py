@@ -80,11 +80,9 @@ class StepTiming(NamedTuple):
         # On a CPU the sender's cores copy the message. Its time is part of the action already
         # (`sends`).
         costs = ActionCosts(seconds=seconds, communication=self._message if overlaps else 0.0)
-        return (
-            simulate(self.schedule, costs)
-            if self.speed is None
-            else simulate_sharing(self.schedule, costs, self.speed)
-        )
+        if self.speed is None:
+            return simulate(self.schedule, costs)
+        return simulate_sharing(self.schedule, costs, self.speed)
 
     @property
     def _message(self) -> float:
@@ -239,10 +237,8 @@ def _lane_spans(
             is_forward = span.step.parts[0].kind is Kind.FORWARD
             phase = Phase.FORWARD if is_forward else Phase.BACKWARD
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
-    yield from (
-        LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
-        for rank in ranks
-    )
+    for rank in ranks:
+        yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
 
 
 def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:

@@ -233,11 +233,9 @@ def _traffic_is_undefined(spec: Spec) -> str:
 def _other_axes_volume(spec: Spec) -> str:
     """Return the reason why the rows are not the full traffic, or an empty text."""
     others = [factor.axis for factor in spec.factors if factor.axis not in DATA_AXES]
-    return (
-        f"the paper gives no volume for the axis {' or '.join(others)}{left_to_others(spec)}"
-        if others
-        else ""
-    )
+    if not others:
+        return ""
+    return f"the paper gives no volume for the axis {' or '.join(others)}{left_to_others(spec)}"
 
 
 # Equations (12) to (14). By Theorem 2, the update of optimizer state is local.

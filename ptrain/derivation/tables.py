@@ -413,11 +413,9 @@ class Pieces(NamedTuple):
         # makes the table valid for fewer chunks, so that fewer of them are stored one by one.
         front = _strip_end(self.front, self.every)
         behind = _strip_end(self.behind[::-1], self.later[::-1])
-        return (
-            None
-            if front is None or behind is None
-            else self._replace(least=self.least - 1, front=front, behind=behind[::-1])
-        )
+        if front is None or behind is None:
+            return None
+        return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:

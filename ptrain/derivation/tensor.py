@@ -59,11 +59,9 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
 
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     """Return a rank's part of attention over cp, or None without shards of the tokens."""
-    return (
-        None
-        if (step := plan.context) is None
-        else part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
-    )
+    if (step := plan.context) is None:
+        return None
+    return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
 def distinct_parts(
@@ -113,10 +111,8 @@ def units_by_place(
         yield facts.units, tuple(places)
         return
     own = [place_of(spec, axes, place)[step.axis] for place in places]
-    yield from (
-        (units, tuple(place for place in places if own[place] in indices))
-        for units, indices in local_units(facts, step, spec.degree(step.axis))
-    )
+    for units, indices in local_units(facts, step, spec.degree(step.axis)):
+        yield units, tuple(place for place in places if own[place] in indices)
 
 
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> ModelFacts:
@@ -197,10 +193,8 @@ def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traf
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
-    yield from (
-        Calls(collective, state, phase, number * times).traffic(group, payload)
-        for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts)
-    )
+    for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
+        yield Calls(collective, state, phase, number * times).traffic(group, payload)
     # backward passes of the last stage that are in halves
     halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
     for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
@@ -247,10 +241,8 @@ def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts
         yield from _activation_calls(
             gather, backward, cut.positions * stretches, plan.tokens * itemsize
         )
-    yield from (
-        (Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize)
-        for numel, number in cut.summed.items()
-    )
+    for numel, number in cut.summed.items():
+        yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
 def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
@@ -282,10 +274,8 @@ def _activation_calls(
     collective: Collective, phase: Phase, features: list[int], size: int
 ) -> Iterator[_Row]:
     """Yield a call for each number of features. `size` is the bytes of a feature of all tokens."""
-    yield from (
-        (collective, State.ACTIVATIONS, phase, number, width * size)
-        for width, number in Counter(features).items()
-    )
+    for width, number in Counter(features).items():
+        yield collective, State.ACTIVATIONS, phase, number, width * size
 
 
 @lru_cache(maxsize=64)

@@ -115,9 +115,8 @@ class LossScale:
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Yield the tensors of the scale."""
-        yield from (
-            (State.OTHER, scalar) for scalar in (self.scale, self.growth_tracker, self.found_inf)
-        )
+        for scalar in (self.scale, self.growth_tracker, self.found_inf):
+            yield State.OTHER, scalar
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is on the device tier."""
@@ -322,7 +321,8 @@ def _row_norms(
             short.append(flat[end:])
     if short:
         yield mark(torch.stack([mark(norm) for norm in torch._foreach_norm(short, 2, dtype=dtype)]))
-    yield from (mark(torch.linalg.vector_norm(of_one, dim=1, dtype=dtype)) for of_one in rows)
+    for of_one in rows:
+        yield mark(torch.linalg.vector_norm(of_one, dim=1, dtype=dtype))
 
 
 def _all_reduce_scalar(

@@ -505,7 +505,8 @@ class Program:
         yield from self.update.storages()
         if self.scaling is not None:
             yield from self.scaling.storages()
-        yield from ((State.OTHER, buffer) for buffer in self.model.buffers())
+        for buffer in self.model.buffers():
+            yield State.OTHER, buffer
         yield State.OTHER, self.loss.share
         if self.batch is not None:
             yield from ((State.OTHER, tensor) for tensor in self.batch.tensors)

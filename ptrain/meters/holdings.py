@@ -65,10 +65,8 @@ def parameters(program: Program) -> Iterator[Holding]:
     for target in targets(program):
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
-        yield from (
-            Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
-            for name, part, tensor in _parameter_parts(target)
-        )
+        for name, part, tensor in _parameter_parts(target):
+            yield Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
 
 
 def gradients(program: Program) -> Iterator[Holding]:
@@ -78,10 +76,8 @@ def gradients(program: Program) -> Iterator[Holding]:
     the same values. Gradients that an update in the backward pass has consumed are left out too.
     """
     for target in targets(program):
-        yield from (
-            Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
-            for name, part, tensor in _gradient_parts(target)
-        )
+        for name, part, tensor in _gradient_parts(target):
+            yield Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
 
 
 def optimizer_state(program: Program) -> Iterator[Holding]:
@@ -93,15 +89,13 @@ def optimizer_state(program: Program) -> Iterator[Holding]:
         for key, stored in tensors.items():
             if key == COUNTER or stored.is_meta:
                 continue
-            yield from (
-                Holding(Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor)
-                for name, part, tensor in _slot_parts(target, stored)
-            )
+            for name, part, tensor in _slot_parts(target, stored):
+                yield Holding(
+                    Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor
+                )
     if program.scaling is not None:
-        yield from (
-            Holding(Subject.OPTIMIZER, "scaling", key, "", tensor)
-            for key, tensor in program.scaling.state().items()
-        )
+        for key, tensor in program.scaling.state().items():
+            yield Holding(Subject.OPTIMIZER, "scaling", key, "", tensor)
 
 
 def buffers(program: Program) -> Iterator[Holding]:
@@ -355,10 +349,8 @@ def _pairs_with_master(
             others = held.cuts.take_part(master, kept, both)
             mine = _unit_parts(target.unit.named, held.cuts, both, stored)
             theirs = _unit_parts(target.unit.named, held.cuts, both, others)
-            yield from (
-                (name, own, other)
-                for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True)
-            )
+            for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
+                yield name, own, other
         case FlatTensorTarget():
             pass  # its master is sharded per tensor, the parameters per unit: parts do not align
         case ParameterTarget():

@@ -234,9 +234,8 @@ class WrappedModule:
         shards, gathered = self._fsdp_parameters()
         away = {id(parameter) for parameter in gathered}
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
-        yield from (
-            (State.PARAMETERS, local_tensor(parameter.detach())) for parameter in (*shards, *kept)
-        )
+        for parameter in (*shards, *kept):
+            yield State.PARAMETERS, local_tensor(parameter.detach())
         yield from (
             (State.GRADIENTS, local_tensor(parameter.grad))
             for parameter in (*shards, *kept, *gathered)
@@ -441,11 +440,9 @@ def ranks_by_axes(
 def _group_label(group: dist.ProcessGroup) -> str:
     """Return a group's name by its ranks: `world` or `ranks 0,1`."""
     ranks = sorted(dist.get_process_group_ranks(group))
-    return (
-        "world"
-        if ranks == list(range(dist.get_world_size()))
-        else "ranks " + ",".join(map(str, ranks))
-    )
+    if ranks == list(range(dist.get_world_size())):
+        return "world"
+    return "ranks " + ",".join(map(str, ranks))
 
 
 class Measurement:
@@ -541,22 +538,19 @@ def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[M
     measurement = Measurement(measured)
     observers = (measurement.memory, measurement.traffic)
     watch: AbstractContextManager[object]
-    watch = (
-        add_listeners(model.observers, *observers)
-        if isinstance(model, Program)
-        else PhaseWatch(model, observers)
-    )
+    if isinstance(model, Program):
+        watch = add_listeners(model.observers, *observers)
+    else:
+        watch = PhaseWatch(model, observers)
     with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:
         yield measurement
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
     """Return every rank's estimate on every rank, in rank order."""
-    return (
-        [estimate]
-        if world.size == 1
-        else program.gather(estimate, world.size, world.device, kind=Estimate)
-    )
+    if world.size == 1:
+        return [estimate]
+    return program.gather(estimate, world.size, world.device, kind=Estimate)
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
@@ -593,6 +587,5 @@ def _traffic_per_rank(estimates: list[Estimate]) -> tuple[tuple[Traffic, ...], .
 def _rows_per_rank(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
     """Yield each rank's row for one kind of call, with zeros for a rank without such calls."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
-    yield from (
-        next((row for row in estimate.traffic if row.key == key), none) for estimate in estimates
-    )
+    for estimate in estimates:
+        yield next((row for row in estimate.traffic if row.key == key), none)

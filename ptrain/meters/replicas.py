@@ -248,14 +248,10 @@ class ReplicaMeter:
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
             updates["updates"] = max(counts.values())
-        yield from (
-            _number_copy(moment, Subject.COUNTER, name, str(count))
-            for name, count in {"training step": step, **updates}.items()
-        )
-        yield from (
-            _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
-            for name, values in holdings.hyperparameters(program).items()
-        )
+        for name, count in {"training step": step, **updates}.items():
+            yield _number_copy(moment, Subject.COUNTER, name, str(count))
+        for name, values in holdings.hyperparameters(program).items():
+            yield _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
         if (random := self._random_state(moment)) is not None:
             place, digest = random
             yield Replica(moment, Subject.RANDOM, "generator", place, "state", digest)
@@ -348,8 +344,8 @@ def _stale_mismatches(
 ) -> Iterator[Mismatch]:
     """Yield a mismatch for each parameter that differs from its master copy on its rank."""
     for rank, answer in enumerate(answers):
-        yield from (
-            Mismatch(
+        for name, words in answer["stale"]:
+            yield Mismatch(
                 step=step,
                 moment=moment,
                 subject=Subject.PARAMETERS,
@@ -358,8 +354,6 @@ def _stale_mismatches(
                 between=(rank,),
                 told=words,
             )
-            for name, words in answer["stale"]
-        )
 
 
 def _missing_mismatches(

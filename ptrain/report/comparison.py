@@ -283,11 +283,9 @@ def _violations(training: ComparedTraining, limit: Limit) -> Iterator[str]:
     """Yield a sentence for each figure or verdict of a training that violates the limit."""
     title = training.title
     if limit.kind is None:
-        yield from (
-            f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
-            for verdict in training.verdicts
-            if not verdict.head.startswith("holds")
-        )
+        for verdict in training.verdicts:
+            if not verdict.head.startswith("holds"):
+                yield f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
         return
     if not any(row.group.kind is limit.kind for row in training.figures):
         if _covers(training, limit):
@@ -407,17 +405,16 @@ def _difference_table(training: ComparedTraining, *, shows_all: bool) -> list[Ta
 
 
 def _row_cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
-    yield from (_verdict_cells(verdict) for verdict in training.verdicts)
-    yield from (
-        (
-            row.label,
-            _value_text(row, row.base),
-            _value_text(row, row.head),
-            _difference_text(row),
-        )
-        for row in training.figures
-        if shows_all or not row.is_equal
-    )
+    for verdict in training.verdicts:
+        yield _verdict_cells(verdict)
+    for row in training.figures:
+        if shows_all or not row.is_equal:
+            yield (
+                row.label,
+                _value_text(row, row.base),
+                _value_text(row, row.head),
+                _difference_text(row),
+            )
 
 
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
@@ -471,28 +468,22 @@ def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[st
     if equal and not shows_all:
         more = " more" * (equal < len(training.figures))
         yield f"{equal}{more} {'is' if equal == 1 else 'are'} equal"
-    yield from (
-        f"only in {side}: {sources_text(groups)}"
-        for side, groups in (("base", training.only_base), ("head", training.only_head))
-        if groups
-    )
-    yield from (
-        f"{side}: {root_cause}"
-        for side, root_cause in (
-            ("base", training.base.root_cause),
-            ("head", training.head.root_cause),
-        )
-        if root_cause
-    )
+    for side, groups in (("base", training.only_base), ("head", training.only_head)):
+        if groups:
+            yield f"only in {side}: {sources_text(groups)}"
+    for side, root_cause in (
+        ("base", training.base.root_cause),
+        ("head", training.head.root_cause),
+    ):
+        if root_cause:
+            yield f"{side}: {root_cause}"
 
 
 def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
     """Yield a line for the trainings that only one side has."""
-    yield from (
-        f"only {side} has {with_noun(len(names), 'record')} of {', '.join(names)}"
-        for side, names in (("base", comparison.only_base), ("head", comparison.only_head))
-        if names
-    )
+    for side, names in (("base", comparison.only_base), ("head", comparison.only_head)):
+        if names:
+            yield f"only {side} has {with_noun(len(names), 'record')} of {', '.join(names)}"
 
 
 def _escape_markdown(text: str) -> str:

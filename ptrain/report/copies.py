@@ -428,7 +428,9 @@ def _compare_calls(call: Call | None, other: Call | None) -> tuple[DifferenceKin
 
 def _field_text(value: object, field: str) -> str:
     """Return the value of a field in words."""
-    return f"{value} elements" if field == "numel" else str(value) or "nothing known"
+    if field == "numel":
+        return f"{value} elements"
+    return str(value) or "nothing known"
 
 
 def explain_call_mismatches(mismatches: Sequence[Mismatch]) -> RootCause | None:

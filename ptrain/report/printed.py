@@ -96,11 +96,9 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
     """Yield each option at its default, with a spec that sets it to another value."""
-    yield from (
-        (key.place, key.replace_value(spec, key.dial.other))
-        for key in data_axis_dials()
-        if key.dial.other is not None and key.is_free(spec)
-    )
+    for key in data_axis_dials():
+        if key.dial.other is not None and key.is_free(spec):
+            yield key.place, key.replace_value(spec, key.dial.other)
 
 
 def _omission_comments(spec: Spec, unheard: list[str]) -> Iterator[str]:

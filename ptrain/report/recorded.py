@@ -285,9 +285,8 @@ def _figure_groups(
         (MEASURED, estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)),
     ):
         if estimate is not None:
-            yield from (
-                (FigureGroup(kind, source), figures) for kind, figures in _estimate_groups(estimate)
-            )
+            for kind, figures in _estimate_groups(estimate):
+                yield FigureGroup(kind, source), figures
     step = predicted.step if predicted else None
     seconds = {PREDICTED: step.seconds if step else None, MEASURED: reading.step_seconds}
     for source, value in seconds.items():

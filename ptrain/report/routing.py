@@ -54,11 +54,9 @@ def is_routing_recorded(spec: Spec) -> bool:
     It is recorded for a built-in model with experts, and for any other model whose experts are
     sharded over ranks.
     """
-    return (
-        spec.model.experts is not None
-        if isinstance(spec.model, ModelShape)
-        else spec.is_cut_over(EXPERT_AXES)
-    )
+    if isinstance(spec.model, ModelShape):
+        return spec.model.experts is not None
+    return spec.is_cut_over(EXPERT_AXES)
 
 
 def routing_figures(layers: Sequence[LayerRouting]) -> dict[str, float]:

@@ -191,7 +191,8 @@ def _untimed_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) 
         for number, row in numbered.items()
         if row.seconds is None and row.why_untimed != selection.unknown
     )
-    yield from (f"no step time of {', '.join(numbers)}: {why}" for why, numbers in rows.items())
+    for why, numbers in rows.items():
+        yield f"no step time of {', '.join(numbers)}: {why}"
 
 
 def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
@@ -240,17 +241,13 @@ def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked
     """Yield a sentence for each row, and for each well-known placement that is not in the table."""
     best, by = selection.ranking[0], selection.ranked_by
     yield "against the best:"
-    yield from (
-        f"  {number:>2}  {placement_idea(row.spec)}: {losing_reason(row, best, by)}"
-        for number, row in numbered.items()
-        if row.figures != best.figures
-    )
+    for number, row in numbered.items():
+        if row.figures != best.figures:
+            yield f"  {number:>2}  {placement_idea(row.spec)}: {losing_reason(row, best, by)}"
     figures = [row.figures for row in numbered.values()]
-    yield from (
-        f"      {lost.name}: {why_lost(selection, lost)}"
-        for lost in selection.lost
-        if lost.best is None or lost.best.figures not in figures
-    )
+    for lost in selection.lost:
+        if lost.best is None or lost.best.figures not in figures:
+            yield f"      {lost.name}: {why_lost(selection, lost)}"
 
 
 def why_lost(selection: PlacementRanking, lost: Lost) -> str:
@@ -579,7 +576,5 @@ def _csv_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
         yield {"choice": lost.name, **figures, "why": why_lost(selection, lost)}
     if selection.least is not None:
         yield {"choice": "least memory", **row_record(selection, selection.least)}
-    yield from (
-        {"choice": remedy.change, **row_record(selection, remedy.fitting), "why": "fits"}
-        for remedy in selection.remedies
-    )
+    for remedy in selection.remedies:
+        yield {"choice": remedy.change, **row_record(selection, remedy.fitting), "why": "fits"}

@@ -217,7 +217,9 @@ def _step_parts(step: StepTime) -> Iterator[Part]:
             seconds, moving = moved.get(name, (0.0, 0.0))
             moved[name] = seconds + row.seconds, moving + row.moving
     # Communication that is fully overlapped is listed too, with 0 s exposed.
-    yield from ((name, seconds, moving) for name, (seconds, moving) in moved.items() if moving)
+    for name, (seconds, moving) in moved.items():
+        if moving:
+            yield name, seconds, moving
     for spent in _OTHER_PARTS:
         spent_rows = [row for row in step.rows if row.key.spent is spent]
         seconds, moving = (

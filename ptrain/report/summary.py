@@ -335,8 +335,6 @@ def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
 
 def _calls_text(row: Traffic | None) -> str:
     """Return the calls and moved bytes of a row as text."""
-    return (
-        MISSING
-        if row is None
-        else f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"
-    )
+    if row is None:
+        return MISSING
+    return f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"

@@ -252,22 +252,20 @@ def sweep_remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     )
     yield from _merged_sentences(named, _missing_time)
     yield from _merged_sentences(named, _unknown_host)
-    yield from (
-        f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.measuring_command}"
-        for label, prediction in named
-        if prediction.fit.peak_bytes is None
-    )
     for label, prediction in named:
-        yield from (
-            f"upper bounds: {label}: {line}" for line in by_data_lines(prediction.derivation.exact)
-        )
+        if prediction.fit.peak_bytes is None:
+            yield (
+                f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.measuring_command}"
+            )
+    for label, prediction in named:
+        for line in by_data_lines(prediction.derivation.exact):
+            yield f"upper bounds: {label}: {line}"
     for _, prediction in named:
         if prediction.reserving is not None:
             yield from prediction.reserving.lines
     for label, prediction in named:
-        yield from (
-            f"warning: {label}: {warning}" for warning in prediction.derivation.exact.warnings
-        )
+        for warning in prediction.derivation.exact.warnings:
+            yield f"warning: {label}: {warning}"
 
 
 def _decision_lines(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
@@ -332,10 +330,8 @@ def _merged_sentences(
     labels_of = group_by_key(
         (text, label) for label, prediction in named for text in sentences_of(prediction)
     )
-    yield from (
-        sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
-        for sentence, labels in labels_of.items()
-    )
+    for sentence, labels in labels_of.items():
+        yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
 
 
 def _usable_lines(prediction: Prediction) -> Sequence[str]:
@@ -471,10 +467,8 @@ def _compared_figures(
         suffix = f", {column}" if len(estimates) > 1 else ""
         most, others = largest_bytes(left.memory), largest_bytes(right.memory)
         for state in states:
-            yield from (
-                (f"{label}{suffix}", most.get((state, tier)), others.get((state, tier)))
-                for tier, label in tier_labels(state)
-            )
+            for tier, label in tier_labels(state):
+                yield f"{label}{suffix}", most.get((state, tier)), others.get((state, tier))
         for tier, label in tier_labels(MODEL_STATES_LABEL):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
             yield f"{label}{suffix}", *sums
@@ -522,11 +516,9 @@ def _placement_lines(before: Spec, after: Spec) -> Iterator[str]:
         yield f"  mesh: {_mesh_text(before)} → {_mesh_text(after)}"
     for left, right in pairs:
         where = f" on {right.axis}" if len(pairs) > 1 else ""
-        yield from (
-            f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
-            for state in PLACED
-            if left.placement[state] != right.placement[state]
-        )
+        for state in PLACED:
+            if left.placement[state] != right.placement[state]:
+                yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
 
 
 def _mesh_text(spec: Spec) -> str:

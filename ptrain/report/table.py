@@ -198,7 +198,9 @@ def _shorten_cell(cell: str, width: int) -> str:
 
 def _text_width(text: str) -> int:
     """Return the number of terminal columns of a text."""
-    return len(text) if text.isascii() else sum(_letter_width(letter) for letter in text)
+    if text.isascii():
+        return len(text)
+    return sum(_letter_width(letter) for letter in text)
 
 
 def _letter_width(letter: str) -> int:
@@ -238,11 +240,9 @@ def memory_span(lower: int | None, upper: int | None) -> str:
     Returns:
         `1.2 MiB … 3.4 MiB`, or one size if the bounds are equal or there are none.
     """
-    return (
-        memory_text(upper)
-        if lower is None or lower == upper
-        else f"{memory_text(lower)} … {memory_text(upper)}"
-    )
+    if lower is None or lower == upper:
+        return memory_text(upper)
+    return f"{memory_text(lower)} … {memory_text(upper)}"
 
 
 def lower_bounds(rows: Sequence[Footprint]) -> Largest:

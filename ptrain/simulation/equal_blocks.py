@@ -347,7 +347,9 @@ class EqualBlocks:
             model=_with_layers(spec.model, sum(split) or blocks),
             activations=replace(spec.activations, default=kept, by_block=(), every=1),
         )
-        return replace(shorter, pipeline=replace(spec.pipeline, split=split)) if split else shorter
+        if not split:
+            return shorter
+        return replace(shorter, pipeline=replace(spec.pipeline, split=split))
 
 
 def _with_layers(model: ModelSpec, layers: int) -> ModelSpec:
@@ -417,11 +419,9 @@ def _blocks_of_plan(
     split = tuple(map(len, plan.pipeline.layers))
     own = plan.pipeline.stages_of(indices_in_groups(spec, (Axis.PP,))[rank])
     numbers = {split[stage] for stage in own}
-    return (
-        None
-        if len(numbers) > 1
-        else EqualBlocks(spec=spec, number=numbers.pop(), split=split, own=own)
-    )
+    if len(numbers) > 1:
+        return None
+    return EqualBlocks(spec=spec, number=numbers.pop(), split=split, own=own)
 
 
 def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
@@ -502,11 +502,9 @@ def _read_structure(model: FakeModel) -> Repetition | None:
         if block is None:
             return None
         sections = _record_sections(model, facts.blocks)
-    return (
-        None
-        if sections is None
-        else Repetition(facts=facts, around=around, block=block, sections=sections)
-    )
+    if sections is None:
+        return None
+    return Repetition(facts=facts, around=around, block=block, sections=sections)
 
 
 def _record_sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:

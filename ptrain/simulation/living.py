@@ -319,7 +319,5 @@ def gathered_units(program: Program) -> Iterator[tuple[int, str]]:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
                 for part in group.fsdp_params:
-                    yield from (
-                        (storage_of(output)._cdata, name or "root")
-                        for output in part.all_gather_outputs
-                    )
+                    for output in part.all_gather_outputs:
+                        yield storage_of(output)._cdata, name or "root"

@@ -85,11 +85,9 @@ class _HybridDegrees(FreeMapping):
 
 
 def _to_file_syntax(attention: ContextAttention | Hybrid) -> object:
-    return (
-        {"ulysses": attention.ulysses, "ring": attention.ring}
-        if isinstance(attention, Hybrid)
-        else attention.value
-    )
+    if isinstance(attention, Hybrid):
+        return {"ulysses": attention.ulysses, "ring": attention.ring}
+    return attention.value
 
 
 @section_dataclass

@@ -364,11 +364,9 @@ class _TreeChecker(Findings):
         if self.tree.locate(at, key=True).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={text}"
         section, *inner = route
-        return (
-            f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
-            if inner
-            else f"{section}: {text}"
-        )
+        if not inner:
+            return f"{section}: {text}"
+        return f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
 
 
 def _describe_missing(route: Route) -> tuple[str, str]:

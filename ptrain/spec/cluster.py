@@ -339,11 +339,9 @@ def find_incomplete_tables(rates: Mapping[str, Any]) -> Iterator[tuple[str, str,
             ("Use ascending numbers, for example `[1, 2, 4]`."),
         )
         return
-    yield from (
-        (key, *_describe_uneven("it", len(rates[key]), at_once))
-        for key in ("threads", "spread")
-        if len(rates.get(key, ())) not in (0, len(at_once))
-    )
+    for key in ("threads", "spread"):
+        if len(rates.get(key, ())) not in (0, len(at_once)):
+            yield key, *_describe_uneven("it", len(rates[key]), at_once)
     for number, row in enumerate(rates.get("links", ()), 1):
         if isinstance(row, RateRow) and None in row.figures:
             finding = f"row {number} has a null; the times per call, hop and byte are required"

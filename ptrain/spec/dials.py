@@ -94,11 +94,9 @@ class SyncPolicy:
     def after_forward(self, *, is_root: bool) -> bool | int:
         """Return whether a unit is resharded after its forward pass, or the number of shards it is
         resharded to."""
-        return (
-            not is_root
-            if isinstance(self.reshard_after_forward, Reshard)
-            else self.reshard_after_forward
-        )
+        if isinstance(self.reshard_after_forward, Reshard):
+            return not is_root
+        return self.reshard_after_forward
 
 
 class Compiled(MeantWord):

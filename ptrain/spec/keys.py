@@ -61,11 +61,9 @@ CUT, FOLDED = "cut", "folded"
 
 def _parse_plan(written: str | Mapping[str, str]) -> str | Roles:
     """Return the name of a plan, or the roles of a model's modules."""
-    return (
-        written
-        if isinstance(written, str)
-        else tuple((name, Role(role)) for name, role in written.items()) or PAIRED
-    )
+    if isinstance(written, str):
+        return written
+    return tuple((name, Role(role)) for name, role in written.items()) or PAIRED
 
 
 @section_dataclass

@@ -25,10 +25,8 @@ _OF_TURNS = ("rope_low_factor", "rope_high_factor", "rope_original")
 def find_misfits(shape: ModelShape) -> Iterator[Fault]:
     """Yield a fault for each field with an impossible value or without effect."""
     yield from _check_latent(shape) if shape.is_latent else _check_heads(shape)
-    yield from (
-        Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
-        for void in find_ineffective_options(shape)
-    )
+    for void in find_ineffective_options(shape):
+        yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
     yield from _check_documents(shape)
     if shape.experts is not None:
         yield from _check_experts(shape, shape.experts)

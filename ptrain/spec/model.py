@@ -161,11 +161,9 @@ class ModelShape(BlockOptions):
     @property
     def head_dim(self) -> int:
         """Features of a head's query, and of its key."""
-        return (
-            self.qk_rope_head_dim + self.qk_nope_head_dim
-            if self.is_latent
-            else self.own_head_dim or self.hidden // self.heads
-        )
+        if self.is_latent:
+            return self.qk_rope_head_dim + self.qk_nope_head_dim
+        return self.own_head_dim or self.hidden // self.heads
 
     @property
     def is_latent(self) -> bool:

@@ -39,11 +39,9 @@ class FieldFault(NamedTuple):
 
 def find_refused(config: Config) -> Iterator[FieldFault]:
     """Yield the fields that name code or quantized weights. An empty field names none."""
-    yield from (
-        FieldFault(name, f"{name}: {finding}", remedy)
-        for name, (finding, remedy) in _REFUSED.items()
-        if config.get(name)
-    )
+    for name, (finding, remedy) in _REFUSED.items():
+        if config.get(name):
+            yield FieldFault(name, f"{name}: {finding}", remedy)
 
 
 def find_unbuilt(config: Config, known: Container[str]) -> Iterator[FieldFault]:
@@ -89,8 +87,11 @@ def _added_computation(name: str, value: object) -> str:
     """Return the listed computation that a field adds, or "" if it adds none."""
     if not value:
         return ""
-    tables = load_tables()
-    return tables["unbuilt"].get(name) or (value != 1 and tables["factors"].get(name)) or ""
+    return (
+        load_tables()["unbuilt"].get(name)
+        or (value != 1 and load_tables()["factors"].get(name))
+        or ""
+    )
 
 
 @cache
@@ -330,11 +331,9 @@ def _check_required(kind: PublishedKind, config: Config) -> Iterator[FieldFault]
     needed = {"layers", "hidden", "heads", "vocab"}
     if kind.keys.get("family") != "gpt":  # its feed-forward width defaults to 4 x hidden
         needed.add("ffn")
-    yield from (
-        FieldFault(name, f"{name} is missing", WHOLE)
-        for name, key in kind.sizes.items()
-        if key in needed and config.get(name) is None
-    )
+    for name, key in kind.sizes.items():
+        if key in needed and config.get(name) is None:
+            yield FieldFault(name, f"{name} is missing", WHOLE)
     for name, allowed in kind.demands.items():
         value = config.get(name, allowed[0])
         is_off = value is None and not allowed[0]  # null is how some files write false

@@ -413,7 +413,9 @@ def _written_tokens(raw: BatchRaw, findings: Findings) -> WrittenTokens | None:
 def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
     """Return the mode with a bare `O` moved to `offload.tier`; a mode with a written tier is
     unchanged."""
-    return replace(mode, tier=raw.offload.tier) if text == "O" and raw.offload.tier else mode
+    if text == "O" and raw.offload.tier:
+        return replace(mode, tier=raw.offload.tier)
+    return mode
 
 
 def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
@@ -527,11 +529,9 @@ def _normalize_mode(mode: Mode) -> Mode:
 
 
 def _modes_text(ranges: _Ranges) -> str:
-    return (
-        str(ranges[_ALL])
-        if list(ranges) == [_ALL]
-        else " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
-    )
+    if list(ranges) == [_ALL]:
+        return str(ranges[_ALL])
+    return " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
 
 
 def _resolve_policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:

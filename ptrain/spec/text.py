@@ -343,11 +343,9 @@ class _Builder:
         if len(route) >= MAX_DEPTH:
             self._add_fault(event, route, *_TOO_DEEP)
             raise _NestingError
-        return (
-            self._build_list(route)
-            if isinstance(event, yaml.SequenceStartEvent)
-            else self._build_mapping(route)
-        )
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._build_list(route)
+        return self._build_mapping(route)
 
     def _build_list(self, route: Route) -> list[object]:
         values: list[object] = []

@@ -196,11 +196,9 @@ def section_mapping(
 
 
 def _file_value(holds: Leaf | Section, value: object) -> object:
-    return (
-        holds.dump(value)
-        if isinstance(holds, Leaf)
-        else section_mapping(value, is_sparse=holds.is_sparse)
-    )
+    if isinstance(holds, Leaf):
+        return holds.dump(value)
+    return section_mapping(value, is_sparse=holds.is_sparse)
 
 
 def _precision_section(precision: Precision) -> dict[str, object]:

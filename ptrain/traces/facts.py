@@ -149,11 +149,9 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     """Return the facts at each number of selected elements at which the model is traced."""
-    return (
-        list(zip((facts, *facts.others), BOUNDS, strict=True))
-        if facts.others
-        else [(facts, Extent.GIVEN)]
-    )
+    if not facts.others:
+        return [(facts, Extent.GIVEN)]
+    return list(zip((facts, *facts.others), BOUNDS, strict=True))
 
 
 def _with_trace(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
@@ -364,7 +362,9 @@ def _read_own(
     if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
     facts = _read_fake(reader, fake, untraced)
-    return _read_real(reader, progress, fake) if facts.untraced and fake.may_be_real else facts
+    if facts.untraced and fake.may_be_real:
+        return _read_real(reader, progress, fake)
+    return facts
 
 
 def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = None) -> ModelFacts:

@@ -457,10 +457,8 @@ def _segments(events: Coded) -> Segments:
 
 def tables() -> Iterator[tuple[str, Make]]:
     """Yield every table's name and the function that makes it."""
-    yield from (
-        (setting.name(TablePart.CONTEXT), partial(_of_process, setting))
-        for setting in context_settings()
-    )
+    for setting in context_settings():
+        yield setting.name(TablePart.CONTEXT), partial(_of_process, setting)
 
 
 def _of_process(setting: Setting) -> Table:

@@ -47,9 +47,8 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
         by_name: dict[str, dict[str, Setting]] = {}
         for setting in of_part():
             by_name.setdefault(setting.name(part), {})[setting.way(part)] = setting
-        yield from (
-            (part, name, partial(_table_of, maker, ways, mesh)) for name, ways in by_name.items()
-        )
+        for name, ways in by_name.items():
+            yield part, name, partial(_table_of, maker, ways, mesh)
     yield from ((TablePart.CONTEXT, name, make) for name, make in work_tables.tables())
     yield from ((TablePart.KERNEL, name, make) for name, make in attention_kernels.table_makers())
 

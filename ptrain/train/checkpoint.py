@@ -317,11 +317,9 @@ def _unknown_tensors(metadata: Metadata, state: dict[str, Any], exchange: Exchan
 
 def _error_text(error: BaseException) -> str:
     """Return the message of an error; for a CheckpointException, of the first rank that failed."""
-    return (
-        str(next(iter(error.failures.values()))[0])
-        if isinstance(error, CheckpointException)
-        else str(error)
-    )
+    if isinstance(error, CheckpointException):
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)
 
 
 # The other ranks wait while rank 0 hashes the data, so at most 256 blocks (of 1 MiB) are read.

@@ -244,9 +244,9 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     measured = _recount_masters(seen, predicted)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
-    return (
-        comparison if comparison.holds else _add_cause(comparison, seen, spec, facts, measurement)
-    )
+    if comparison.holds:
+        return comparison
+    return _add_cause(comparison, seen, spec, facts, measurement)
 
 
 def _recount_masters(measured: Estimate, predicted: Estimate) -> Estimate:

@@ -147,11 +147,9 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
     own = spec.precision
     dtype = own.effective_layout.parameters if own.matmul is Matmul.NONE else DType.FP8
-    return (
-        ""
-        if device.type != "cpu" or is_native(dtype)
-        else f"precision  {dtype} is emulated on this CPU and slow"
-    )
+    if device.type != "cpu" or is_native(dtype):
+        return ""
+    return f"precision  {dtype} is emulated on this CPU and slow"
 
 
 def is_native(dtype: DType) -> bool:

@@ -301,11 +301,9 @@ def held_tokens(spec: Spec) -> int:
     ignored.
     """
     degree, sequence = spec.degree(Axis.CP), spec.batch.sequence
-    return (
-        2 * (sequence // degree)
-        if degree > 1
-        else (sequence + 1) * (2 if spec.ignores_targets else 1)
-    )
+    if degree > 1:
+        return 2 * (sequence // degree)
+    return (sequence + 1) * (2 if spec.ignores_targets else 1)
 
 
 def held_buffers(spec: Spec, buffers: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:

@@ -40,10 +40,8 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
     """Yield the kind of attention with its reason, the tokens of each rank of cp, and the balance
     of work."""
     yield f"context  {kind_text(step)}: {explain_attention(spec)}"
-    yield from (
-        f"tokens   {step.axis} {index}: {spans_text(own)}"
-        for index, own in enumerate(islice(all_spans(step), _FEW_RANKS))
-    )
+    for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
+        yield f"tokens   {step.axis} {index}: {spans_text(own)}"
     if step.ulysses * step.ring > _FEW_RANKS:
         yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
     yield f"balance  {balance_text(step)}"

@@ -154,15 +154,13 @@ def _option_changes(placements: tuple[Placement, ...]) -> Iterator[Changes]:
             )
             overlaps = _overlap_options(is_whole=is_whole, is_gathered=is_gathered)
             units = _OTHER_UNITS if is_gathered else UNITS
-            yield from (
-                (
+            for unit, (overlap, prefetch) in product(units, overlaps):
+                yield (
                     ("sync", sync),
                     ("unit", unit),
                     ("overlap", overlap),
                     ("prefetch", prefetch),
                 )
-                for unit, (overlap, prefetch) in product(units, overlaps)
-            )
 
 
 def _overlap_options(

@@ -170,9 +170,9 @@ def _frozen_factor(spec: Spec, factor: Factor) -> Factor:
     if mode is None and placement.parameters == M:
         is_cut = placement.optimizer.distribution in CUT
         mode = replace(S_STAR if is_cut else R, tier=placement.optimizer.tier)
-    return (
-        factor if mode is None else factor._replace(placement=replace(placement, parameters=mode))
-    )
+    if mode is None:
+        return factor
+    return factor._replace(placement=replace(placement, parameters=mode))
 
 
 def places_frozen(spec: Spec) -> bool:
@@ -228,11 +228,9 @@ def form_of(spec: Spec) -> Form:
     is_made_of_masters = layout.gradients is layout.master and not layout.keeps_both
     # parameters that no axis shards have no separate masters from which experts could be cast
     is_made_of_masters &= _shards_experts(factors)
-    return (
-        Form.MATERIALIZE
-        if is_made_of_masters and _is_inner_placement(factors, _MATERIALIZED)
-        else Form.FLAT
-    )
+    if is_made_of_masters and _is_inner_placement(factors, _MATERIALIZED):
+        return Form.MATERIALIZE
+    return Form.FLAT
 
 
 def _is_inner_placement(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]) -> bool:

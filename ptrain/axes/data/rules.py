@@ -122,11 +122,9 @@ _TUPLES = (
 
 def _to_gathered(mode: Mode) -> Mode:
     """Return S as S* on the same tier, and any other mode unchanged."""
-    return (
-        mode
-        if mode.distribution is not Distribution.SHARDED
-        else replace(mode, distribution=Distribution.GATHERED)
-    )
+    if mode.distribution is not Distribution.SHARDED:
+        return mode
+    return replace(mode, distribution=Distribution.GATHERED)
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:

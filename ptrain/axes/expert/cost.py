@@ -94,9 +94,8 @@ def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
     if plan.experts is not None:
         yield from layers_of(plan.experts)
     elif isinstance(spec.model, ModelShape) and spec.model.experts is not None:
-        yield from (
-            f"blocks.{layer}" for layer in filter(spec.model.has_experts, range(spec.model.layers))
-        )
+        for layer in filter(spec.model.has_experts, range(spec.model.layers)):
+            yield f"blocks.{layer}"
 
 
 class _TokenSlices(NamedTuple):

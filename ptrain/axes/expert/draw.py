@@ -40,10 +40,8 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
         return
     ranks = ranks_over(spec, step.axes)
     own = step.number // ranks
-    yield from (
-        f"experts  {_axes_text(step)} {rank}: {_span_text(rank * own, own)} of {step.number}"
-        for rank in islice(range(ranks), _FEW_RANKS)
-    )
+    for rank in islice(range(ranks), _FEW_RANKS):
+        yield f"experts  {_axes_text(step)} {rank}: {_span_text(rank * own, own)} of {step.number}"
     if ranks > _FEW_RANKS:
         yield f"experts  … {ranks} ranks of {_axes_text(step)}"
     yield f"dispatch {_dispatch_text(spec, step, ranks)}"

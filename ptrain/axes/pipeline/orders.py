@@ -28,7 +28,8 @@ def naive_order(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
 def gpipe_order(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """Yield all forwards, then all backwards (GPipe, Huang et al. 2019)."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        yield from (Action(kind, rank, microbatch) for microbatch in range(pipeline.microbatches))
+        for microbatch in range(pipeline.microbatches):
+            yield Action(kind, rank, microbatch)
 
 
 def one_forward_one_backward(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
@@ -159,11 +160,9 @@ def zbv_order(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
         *_repeat(rank, "W1"),
         *_repeat(rank, "W0"),
     ]
-    yield from (
-        step
-        for step in _number_steps(words, _v_stages(pipeline, rank))
-        if all(part.microbatch < pipeline.microbatches for part in step.parts)
-    )
+    for step in _number_steps(words, _v_stages(pipeline, rank)):
+        if all(part.microbatch < pipeline.microbatches for part in step.parts):
+            yield step
 
 
 def dualpipev_order(pipeline: PipelineShape, rank: int) -> Iterator[Step]:

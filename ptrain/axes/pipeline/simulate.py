@@ -48,11 +48,9 @@ class ActionCosts(NamedTuple):
         return all(map(self.seconds.__contains__, chain.from_iterable(parts)))
 
     def duration(self, step: Step) -> float:
-        return (
-            self.seconds[step]
-            if isinstance(step, Action)
-            else sum(self.seconds[part] for part in step.parts)
-        )
+        if isinstance(step, Action):
+            return self.seconds[step]
+        return sum(self.seconds[part] for part in step.parts)
 
 
 class Costs(NamedTuple):
@@ -198,7 +196,9 @@ class _Simulation(_Progress):
     def _arrival_time(self, need: Action, rank: int) -> float | None:
         """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
-        return end if end is None or self.rank_of[need.stage] == rank else end + self.communication
+        if end is None or self.rank_of[need.stage] == rank:
+            return end
+        return end + self.communication
 
     def _deadlock_error(self, rank: int) -> BrokenSchedule:
         """Return the error with the cycle of waiting ranks."""

@@ -159,11 +159,9 @@ def stage_gathers(
 def _stage_passes(schedule: Schedule, stage: int) -> Iterator[Kind]:
     """Yield forward and backward passes of a stage in order; weight halves do not count."""
     for step in schedule.orders[schedule.rank_of[stage]]:
-        yield from (
-            Kind.FORWARD if part.kind is Kind.FORWARD else Kind.BACKWARD
-            for part in step.parts
-            if part.stage == stage and part.kind is not Kind.WEIGHT
-        )
+        for part in step.parts:
+            if part.stage == stage and part.kind is not Kind.WEIGHT:
+                yield Kind.FORWARD if part.kind is Kind.FORWARD else Kind.BACKWARD
 
 
 # In built-in models: the tied table, and the head's name for it.

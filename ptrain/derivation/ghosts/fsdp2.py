@@ -58,11 +58,9 @@ class UnitShards(NamedTuple):
 
     def padded_elements(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, including padding."""
-        return (
-            math.prod(shape) // self.ranks
-            if self.shard_dim(shape)
-            else padded_rows(shape, self.ranks)
-        )
+        if self.shard_dim(shape):
+            return math.prod(shape) // self.ranks
+        return padded_rows(shape, self.ranks)
 
     def local_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the rank's part of a tensor, without padding."""

@@ -58,16 +58,14 @@ _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 def _footprints(sizes: Sizes) -> Iterator[Footprint]:
     """Yield the rows of parameters, optimizer state and gradients."""
-    yield from (
-        Footprint(
+    for state in _STATES:
+        yield Footprint(
             state=state,
             rank=0,
             device_bytes=sizes[state, Tier.DEVICE],
             host_bytes=sizes[state, Tier.HOST],
             file_bytes=sizes[state, Tier.FILE],
         )
-        for state in _STATES
-    )
 
 
 def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:

@@ -127,7 +127,8 @@ def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Foot
         State.OPTIMIZER: optimizer,
         State.GRADIENTS: gradients,
     }
-    yield from (Footprint(state=state, rank=0, device_bytes=size) for state, size in sizes.items())
+    for state, size in sizes.items():
+        yield Footprint(state=state, rank=0, device_bytes=size)
 
 
 def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:

@@ -282,11 +282,9 @@ def _kernel_of_ring(query: Tensor, documents_BS: Tensor | None, core: RingCore) 
 def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredCore) -> Kernel:
     """Return the kernel of one pass, with the mask if there is one."""
     kernel = kernel_of(query, core.scale, is_masked=mask_B1TS is not None)
-    return (
-        kernel
-        if mask_B1TS is None
-        else replace(kernel, arguments={**kernel.arguments, "attn_mask": mask_B1TS})
-    )
+    if mask_B1TS is None:
+        return kernel
+    return replace(kernel, arguments={**kernel.arguments, "attn_mask": mask_B1TS})
 
 
 class GatheredCore(nn.Module):

@@ -356,9 +356,8 @@ class FullyShardedWrap(ParameterWrap):
                 yield stored, local_tensor(part.sharded_param.detach())
                 if (between := fsdp2.post_forward_shard(part)) is not None:
                     yield State.TRANSIENT, between
-                yield from (
-                    (State.GRADIENTS, local_tensor(gradient)) for gradient in fsdp2.gradients(part)
-                )
+                for gradient in fsdp2.gradients(part):
+                    yield State.GRADIENTS, local_tensor(gradient)
         for parameter in self._local:
             yield State.PARAMETERS, local_tensor(parameter.detach())
             if parameter.grad is not None:
@@ -457,11 +456,9 @@ def stream_key(stream: Any) -> int:
 def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
     """Return the 1-d mesh of shards, or the 2-d mesh (replicate, shard)."""
     shards = mesh.submesh(step.shard_axes)
-    return (
-        concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
-        if step.replicate_axes
-        else shards
-    )
+    if not step.replicate_axes:
+        return shards
+    return concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
 
 
 def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:

@@ -72,11 +72,9 @@ class Hooks:
         is_again = is_recomputing()
         with torch.no_grad():
             self.unit.before_forward(is_again=is_again)
-        return (
-            None
-            if is_again or not self._is_left
-            else when_left((args, kwargs), self._after_backward)
-        )
+        if is_again or not self._is_left:
+            return None
+        return when_left((args, kwargs), self._after_backward)
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Free the unit after forward, and register hooks on the gradients of its outputs."""

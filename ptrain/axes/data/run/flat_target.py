@@ -254,18 +254,18 @@ class FlatTarget(ShardTarget[torch.Tensor]):
         return [(cutting if is_cut else (), held[start:end]) for start, end, is_cut in runs]
 
     def split(self, part: torch.Tensor) -> Named:
-        return (
-            {name: part for name, _ in self.unit.named}
-            if part.dim() == 0
-            else self.unit.split(part, self.unit.step.optimizer)
-        )
+        if part.dim() == 0:
+            return {name: part for name, _ in self.unit.named}
+        return self.unit.split(part, self.unit.step.optimizer)
 
     def named(self, part: torch.Tensor) -> Named:
         return self.unit.split(part, self.unit.step.updated)
 
     def join(self, named: Named) -> torch.Tensor:
         first = named[self.unit.named[0][0]]
-        return first if first.dim() == 0 else self.unit.join(named, self.unit.step.optimizer)
+        if first.dim() == 0:
+            return first
+        return self.unit.join(named, self.unit.step.optimizer)
 
     def export(self) -> Named:
         return self.unit.export(self.unit.parameters)

@@ -39,11 +39,10 @@ def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | N
     """
     # A loss is passed without a tuple, because `stage_backward` skips a tuple of outputs that has
     # no gradients (torch/distributed/pipelining/_backward.py, 2.13).
-    gradients = (
-        stage_backward(root, None, (given,))
-        if gradient is None
-        else stage_backward((root,), (gradient,), (given,))
-    )
+    if gradient is None:
+        gradients = stage_backward(root, None, (given,))
+    else:
+        gradients = stage_backward((root,), (gradient,), (given,))
     (of_given,) = gradients
     return of_given
 

@@ -587,8 +587,6 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
 
 
 def _gather_logits(logits: torch.Tensor) -> torch.Tensor:
-    return (
-        logits.redistribute(placements=[Replicate()]).to_local()
-        if isinstance(logits, DTensor)
-        else logits
-    )
+    if not isinstance(logits, DTensor):
+        return logits
+    return logits.redistribute(placements=[Replicate()]).to_local()
