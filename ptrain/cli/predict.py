@@ -44,21 +44,21 @@ from ptrain.units import format_memory
 _SPEC_OF_MODELS = "fsdp-mixed"
 _JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
 _DEVICE = frozenset({Tier.DEVICE})
-_TEMPORARY = 0.001  # share of the peak: copies of offloads pass through the device
+# Copies of offloads pass through the device, so modes that raise the peak by less are not useless.
+_TEMPORARY_SHARE = 0.001
 
 
-def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
+def warn_useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
     plain = spec.with_fields(activations=ActivationSpec())
     is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
-    if (
-        peak is None
-        or not is_known
-        or not any(not mode.is_plain for mode in spec.activations.modes)
-    ):
+    is_plain = all(mode.is_plain for mode in spec.activations.modes)
+    if peak is None or not is_known or is_plain:
         return ()
     least = derive(plain, is_timed=False).exact.peak_bytes()
-    if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
+    if least is None or peak <= least * (
+        1 + _TEMPORARY_SHARE * (spec.activations.tiers != _DEVICE)
+    ):
         return ()
     rise = f"raises the peak from {format_memory(least)} to {format_memory(peak)}"
     why = (
@@ -335,7 +335,7 @@ def predict_spec(
     derivation = derive(spec, load_facts(spec, allow_import=allow_import, is_quiet=is_quiet))
     if offer:
         exact = derivation.exact
-        more = useless_modes(spec, exact.peak_bytes())
+        more = warn_useless_modes(spec, exact.peak_bytes())
         derivation = replace(derivation, exact=replace(exact, warnings=(*exact.warnings, *more)))
     return prediction_of(
         derivation,

@@ -216,10 +216,10 @@ def _compute_loss_in_head(step: LossStep, piece: ModelPart, rank: Construction) 
         step,
         "the head is not wrapped yet, so its weights would not be all-gathered",
     )
-    # Hooks of units and of the head's wrapper are outside of the program: it is made of the head's
-    # forward pass, which they surround.
     if isinstance(step, CompiledLoss):
         _require_compiler(rank)
+    # Hooks of units and of the head's wrapper are outside of the program: it is made of the head's
+    # forward pass, which they surround.
     if not rank.loss.is_inside:
         rank.loss = Loss(inside=rank.inside_of(step))
     if piece.has_logits:

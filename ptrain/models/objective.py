@@ -480,6 +480,7 @@ class LossInHead:
         if isinstance(self.step, CompiledLoss):
             if self._program is not None and torch.is_grad_enabled():
                 return self._program(x_BTC, self.targets)
+            # An evaluation saves nothing, so it needs no second program.
             return self.loss(make(x_BTC), self.targets, self.step.padding)
         targets_N = self.targets.flatten()
         if self.step.fused:

@@ -280,13 +280,14 @@ def _make_quantize(spec: Spec) -> Quantize | None:
 def _make_compile(spec: Spec) -> Compile | None:
     if not spec.compile.has_blocks or not isinstance(spec.model, ModelShape):
         return None
-    shape, is_on_ring = spec.model, has_ring(spec)
-    halves = [
-        "mlp" if is_on_ring else "attention" if shape.has_experts(layer) else ""
-        for layer in range(shape.layers)
-    ]
-    names = (f"blocks.{layer}.{half}".rstrip(".") for layer, half in enumerate(halves))
-    return Compile(blocks=tuple(names))
+    # Routers count tokens, and rings communicate, so the other half of the block is compiled.
+    parts = [f"blocks.{layer}" for layer in range(spec.model.layers)]
+    for layer, block in enumerate(parts):
+        if has_ring(spec):
+            parts[layer] = f"{block}.mlp"
+        elif spec.model.has_experts(layer):
+            parts[layer] = f"{block}.attention"
+    return Compile(blocks=tuple(parts))
 
 
 def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:

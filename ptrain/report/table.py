@@ -386,7 +386,7 @@ def measuring_command(
         words: The arguments that load the spec: its name or file, and overrides.
         allow_import: Add `--allow-import`. It is also added if the spec names user functions.
     """
-    if spec.compile is not Compiled.NONE:  # it simulates programs that are predicted
+    if spec.compile is not Compiled.NONE:  # `ptrain simulate` rejects programs without a peak
         return command_line("train", words, allow_import=allow_import)
     on_gpu = needs_gpu(spec, exact)
     is_on_cuda = spec.device == "cuda" or _ON_CUDA in words

@@ -66,9 +66,8 @@ _ALIKE = {
 }
 _ATTENTION = "aten::_scaled_dot_product_"
 _GROUPED = "_grouped_mm"  # torch's operator, or ptrain's if torch has none
-_SCALED = (
-    "scaled_mm"  # ptrain's operator of fp8 products on CPUs; torch has a formula for its operator
-)
+# ptrain's operator of fp8 products on CPUs; torch has a formula for its own operator.
+_SCALED = "scaled_mm"
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 

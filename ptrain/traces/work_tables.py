@@ -284,16 +284,12 @@ ULYSSES = 3  # ranks that exchange heads: a prime that is no dimension of these 
 _OF_HEADS = ("hidden", "heads", "kv_heads")
 _LAYERS = 3  # the first, one that repeats, and the last
 _BEFORE, _BEHIND = 29, 1  # ranks before and after; their sum plus one is a prime too
-_FURTHER = (
-    (4, 0),
-    (0, 4),
-    (4, 4),
-)  # (before, after) with more neighbours, which must add nothing new
+# (before, after) with more neighbours, which must add nothing new
+_FURTHER = ((4, 0), (0, 4), (4, 4))
 
 Segments = list[Coded]  # a boundary or a completed gradient, and the following events
-Groups = list[
-    list[int]
-]  # an operator's index, its repetitions, the number of overlapping operators
+# An operator's index, its repetitions, the number of overlapping operators.
+Groups = list[list[int]]
 Ran = tuple[Groups, int]  # groups, and the number of views
 Trace = tuple[dict[str, Segments], dict[str, Ran]]  # by pass, events and operators
 

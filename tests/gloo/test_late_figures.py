@@ -207,11 +207,11 @@ def test_rows_and_states_equal_those_of_a_synchronizing_loop(
     assert [row["step"] for row in untimed_rows(tmp_path / "late") if "loss" in row] == [
         *range(1, 7)
     ]
-    assert all(require_equal(its.held, mine.held) for its, mine in zip(late, waits, strict=True))
+    assert all(are_equal(its.held, mine.held) for its, mine in zip(late, waits, strict=True))
     assert checkpoint_steps(tmp_path / "late") == checkpoint_steps(tmp_path / "waits")
 
 
-def require_equal(left: Values, right: Values) -> bool:
+def are_equal(left: Values, right: Values) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
@@ -243,8 +243,8 @@ def test_a_non_finite_gradient_is_reported_late_and_stops_updates(
     assert text.startswith("step 3: the loss is 5.") and " in 1 of " in text
     assert "the parameters are those of step 2; step 3 was not saved" in text
     assert {end.code for end in late} == {TrainingStopped.exit_code}
-    assert all(require_equal(end.held, end.before[2]) for end in late)
-    assert not any(require_equal(end.before[2], end.before[1]) for end in late)
+    assert all(are_equal(end.held, end.before[2]) for end in late)
+    assert not any(are_equal(end.before[2], end.before[1]) for end in late)
     assert (
         checkpoint_steps(tmp_path / "late")
         == checkpoint_steps(tmp_path / "waits")
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_finite_on_replay_is_reported_so(ranks: Ranks, tmp_pa
     assert text.startswith("step 3: the loss is 5.") and TENSOR not in text
     assert "but gradients are not finite\n" in text
     assert "recomputing the step gave finite values: a device may be faulty" in text
-    assert all(require_equal(end.held, end.before[2]) for end in ends)
+    assert all(are_equal(end.held, end.before[2]) for end in ends)
 
 
 def test_an_interrupt_ends_a_training_with_the_step_that_was_launched_meanwhile(

@@ -46,7 +46,7 @@ class Writer(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens))))[..., :WORDS]
 
 
-def verify_loop(model: nn.Module, is_wrong: bool = False) -> ptrain.Job:
+def loop_job(model: nn.Module, is_wrong: bool = False) -> ptrain.Job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(tokens: Tensor) -> Tensor:
@@ -68,14 +68,14 @@ def tokens() -> list[Tensor]:
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_tied_embeddings_are_found_under_either_name(is_wrong: bool) -> None:
-    loop = verify_loop(Writer(is_tied=True, head_first=True), is_wrong)
-    verdict = ptrain.verify(verify_loop(Writer(is_tied=True)), loop, tokens())
+    loop = loop_job(Writer(is_tied=True, head_first=True), is_wrong)
+    verdict = ptrain.verify(loop_job(Writer(is_tied=True)), loop, tokens())
     assert verdict.holds == (not is_wrong), verdict
     assert not is_wrong or (verdict.root_cause and verdict.root_cause.place == "embed.weight")
 
 
 def test_embeddings_that_are_not_tied_in_the_loop_are_named() -> None:
-    verdict = ptrain.verify(verify_loop(Writer(is_tied=True)), verify_loop(Writer()), tokens())
+    verdict = ptrain.verify(loop_job(Writer(is_tied=True)), loop_job(Writer()), tokens())
     assert verdict.root_cause is not None
     assert (
         "head.weight: in the loop's model, but not in the reference" in verdict.root_cause.sentence
@@ -91,7 +91,7 @@ def verify_padded_loop(is_wrong: bool) -> tuple[bool, str, str]:
     fully_shard(model, mesh=mesh)
     names = ("embed.weight", "head.weight", "head.bias")
     verdict = ptrain.verify(
-        verify_loop(Writer()), verify_loop(model, is_wrong), tokens(),
+        loop_job(Writer()), loop_job(model, is_wrong), tokens(),
         share=lambda batch: batch.chunk(size)[rank],
         terms=ptrain.Terms(padded=dict.fromkeys(names, PADDED)),
     )  # fmt: skip
@@ -109,4 +109,4 @@ def test_rows_that_pad_a_vocabulary_are_not_compared(ranks: Ranks, is_wrong: boo
 def test_a_padded_parameter_that_the_reference_lacks_is_rejected() -> None:
     terms = ptrain.Terms(padded={"embedding.weight": PADDED})
     with pytest.raises(PtrainError, match=r"Terms.padded: .* no parameter embedding.weight"):
-        ptrain.verify(verify_loop(Writer()), verify_loop(Writer()), tokens(), terms=terms)
+        ptrain.verify(loop_job(Writer()), loop_job(Writer()), tokens(), terms=terms)

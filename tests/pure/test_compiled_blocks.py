@@ -193,5 +193,8 @@ def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(mo
     assert {"activations", "peak", "step_seconds"} <= exact.undefined.keys()
     assert "2.12" in exact.undefined["peak"]
     assert not exact.peak and exact.traffic == plain.traffic
+    on_cpus = facts_from_shape(compiled_spec("ddp"))
+    assert on_cpus is not None
+    assert "2.12" in derive(compiled_spec("ddp"), on_cpus).exact.undefined["peak"]
     states = {row.state: row for row in plain.memory if not row.rank}
     assert all(states[row.state] == row for row in exact.memory if not row.rank)

@@ -65,7 +65,7 @@ def refusal(made: Spec) -> tuple[str, str, str]:
     return fault.place, fault.finding, fault.remedy
 
 
-def require_legal(made: Spec) -> bool:
+def is_legal(made: Spec) -> bool:
     return not check(made) and all(
         "the axis cp is not" in f.finding for f in find_unsupported(made)
     )
@@ -75,10 +75,10 @@ def require_legal(made: Spec) -> bool:
 def test_every_attention_separates_documents_and_on_cuda_only_ulysses(way):
     modes = "R,R,R,S*" if way is GATHER else "R,R,R,S"
     packed = spec(4, way, modes, model=replace(SHAPE, document_end=2))
-    assert require_legal(packed)
+    assert is_legal(packed)
     on_cuda = replace(packed, device="cuda")
     if way is ULYSSES:
-        assert require_legal(on_cuda)
+        assert is_legal(on_cuda)
     else:
         place, finding, _ = refusal(on_cuda)
         assert place == "model.document_end" and f"document masks with {way} on CUDA" in finding
@@ -166,7 +166,7 @@ def test_an_axis_of_data_inside_cp_waits():
     ids=["gathered", "zigzag", "ring", "written"],
 )
 def test_defaults_are_derived_with_a_reason(made, attention, reason):
-    assert require_legal(made)
+    assert is_legal(made)
     assert (attention_of(made), explain_attention(made)) == (attention, reason)
 
 
@@ -185,7 +185,7 @@ def test_defaults_are_derived_with_a_reason(made, attention, reason):
 def test_an_attention_is_a_step_of_ulysses_and_a_ring(attention, modes, shape):
     made = spec(4, attention, modes)
     step = context_of(made)
-    assert require_legal(made) and step is not None
+    assert is_legal(made) and step is not None
     assert (step.ulysses, step.ring, step.is_balanced, step.gathers) == shape
     assert step.sequence == 32
 
@@ -198,7 +198,7 @@ def test_attention_over_cp_without_cp_is_rejected():
     made = replace(make_spec({Axis.DP_SHARD: (2, GATHERED)}), context=ContextSpec(attention=RING))
     place, finding, _ = refusal(made)
     assert place == "context.attention" and finding.startswith("has no effect")
-    assert require_legal(replace(make_spec({}), context=ContextSpec(attention=RING)))  # one device
+    assert is_legal(replace(make_spec({}), context=ContextSpec(attention=RING)))  # one device
 
 
 def test_attention_and_tuple_must_agree():
@@ -219,7 +219,7 @@ def test_a_hybrid_has_as_many_ranks_as_cp():
 
 
 def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
-    assert require_legal(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
+    assert is_legal(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
     assert [kv_repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
 
 
@@ -237,7 +237,7 @@ def test_dropout_within_attention_is_rejected_and_elsewhere_it_is_not():
         place, finding, _ = refusal(spec(model=replace(SHAPE, **option)))
         assert place == f"model.{key}" and "not reproducible over cp" in finding
     outside = replace(SHAPE, dropout=0.1, attention_dropout=0.0)
-    assert require_legal(spec(model=outside))
+    assert is_legal(spec(model=outside))
 
 
 @pytest.mark.parametrize("attention", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2)], ids=str)
@@ -253,7 +253,7 @@ def test_joining_partial_attention_requires_plain_sdpa_except_for_ulysses(attent
     modes = "R,R,R,S*" if attention is GATHER else "R,R,R,S"
     model = replace(SHAPE, **option)
     assert refusal(spec(4, attention, modes, model=model))[0] == place
-    assert require_legal(spec(4, ULYSSES, model=model))
+    assert is_legal(spec(4, ULYSSES, model=model))
 
 
 @pytest.mark.parametrize(("modes", "is_obeyed"), [("R,R,R,S*", True), ("R,R,R,S", False)])
@@ -269,7 +269,7 @@ def test_slices_of_tp_are_slices_of_those_of_cp():
     assert place == "batch.sequence"
     assert finding == "18 tokens per rank of cp cannot be split evenly over 4 ranks of tp"
     assert remedy.startswith("Use `batch.sequence=32` or `batch.sequence=40`")
-    assert require_legal(spec(2, RING, inside=sliced, sequence=40))
+    assert is_legal(spec(2, RING, inside=sliced, sequence=40))
 
 
 def test_functions_of_the_users_are_rejected():
@@ -287,7 +287,7 @@ HF = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512})
 @pytest.mark.parametrize("model", [HF, ExternalModel(target="mine:model")])
 @pytest.mark.parametrize("attention", [RING, ZIGZAG, ULYSSES, Hybrid(ulysses=2, ring=1)])
 def test_models_that_are_not_built_in_are_for_their_code_to_judge(model, attention):
-    assert require_legal(spec(2, attention, model=model))
+    assert is_legal(spec(2, attention, model=model))
 
 
 @pytest.mark.parametrize("kind", [Attention.EAGER, Attention.FLEX])
@@ -300,7 +300,7 @@ def test_attention_of_transformers_models_is_their_sdpa_call(kind):
 def test_one_token_a_rank_is_none_of_transformers_samples():
     place, _, remedy = refusal(spec(4, RING, model=HF, sequence=4))
     assert place == "batch.sequence" and remedy == "Use `batch.sequence=8` or more."
-    assert require_legal(spec(4, RING, sequence=4))
+    assert is_legal(spec(4, RING, sequence=4))
 
 
 # ---- plans

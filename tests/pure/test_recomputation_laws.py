@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.algebra.legality import check, find_unsupported
 from ptrain.cli.main import main
-from ptrain.cli.predict import useless_modes
+from ptrain.cli.predict import warn_useless_modes
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
@@ -175,7 +175,7 @@ def check_laws(first: int, number: int) -> None:
       in the forward pass. This pass runs again when gradients exist too, and a policy may keep
       the scores, from which the softmax is computed again.
 
-    `ptrain predict` warns of each of these (`useless_modes`), and the figures are measured in
+    `ptrain predict` warns of each of these (`warn_useless_modes`), and the figures are measured in
     `tests/unit/test_recomputed_peaks.py`.
     """
     num_exceptions = num_compared = 0
@@ -194,7 +194,7 @@ def check_laws(first: int, number: int) -> None:
             most += max(kept) + gradient_bytes(variant.written)
         assert variant.rise <= most, variant
         spec = load(variant.written | variant.change).spec
-        assert useless_modes(spec, variant.changed.peak_bytes()), variant
+        assert warn_useless_modes(spec, variant.changed.peak_bytes()), variant
     assert num_compared > 5 * number
     assert num_exceptions < num_compared // 20
 

@@ -481,9 +481,10 @@ def local_loss(loss: torch.Tensor) -> torch.Tensor:
 
 
 def loss_inside(step: LossStep, tensor: Parallelize | None) -> LossInHead:
-    """Return the function that computes the loss of a chunk of tokens in the head.
+    """Return the change of the head by which it computes the loss.
 
-    The logits of a chunk are all-gathered, unless they stay sharded over the vocabulary.
+    Over tp, the logits of a chunk of tokens are all-gathered, unless they stay sharded over the
+    vocabulary.
     """
     if tensor is None or tensor.loss_parallel:
         return LossInHead(step)
