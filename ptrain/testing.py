@@ -29,8 +29,8 @@ from ptrain.codec import encode
 from ptrain.errors import PtrainError, RankFailed, VerdictFailed, input_error
 from ptrain.installed import require_torch
 from ptrain.train import environment
-from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder, write_json
+from ptrain.train.launch import launch_ranks
 
 _GRACE = 10.0  # seconds in which the parent of the ranks ends them, before it is killed
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ptrain.train import failure
+from ptrain.train import launch
 from ptrain.train.rank_start import die_with_parent
 from tests.ranks import fork_server
 
@@ -88,12 +88,12 @@ def _run_module(
     output.close()
     errors.close()
     forking = SimpleNamespace(Popen=_Rank, DEVNULL=DEVNULL)
-    with mock.patch.object(failure, "subprocess", forking):
+    with mock.patch.object(launch, "subprocess", forking):
         _run_and_exit(module, arguments, variables)
 
 
 class _Rank:
-    """The part of Popen that `ptrain.train.failure` uses: a child of this process."""
+    """The part of Popen that `ptrain.train.launch` uses: a child of this process."""
 
     def __init__(
         self,

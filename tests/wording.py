@@ -288,7 +288,7 @@ FILES: dict[str, Words] = {
     "ptrain/train/comparison.py": Words(1, 2, 0),
     "ptrain/train/elastic.py": Words(1, 0, 0),
     "ptrain/train/exchange.py": Words(9, 1, 0),
-    "ptrain/train/failure.py": Words(2, 2, 0),
+    "ptrain/train/launch.py": Words(2, 2, 0),
     "ptrain/train/finite.py": Words(5, 1, 0),
     "ptrain/train/folder.py": Words(7, 1, 0),
     "ptrain/train/journal.py": Words(9, 1, 0),

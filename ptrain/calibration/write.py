@@ -33,8 +33,8 @@ from ptrain.spec.load import load
 from ptrain.spec.text import read
 from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
-from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder, write_text
+from ptrain.train.launch import launch_ranks
 
 SECONDS = 100.0
 MOST_RANKS = 1024

@@ -27,7 +27,6 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec, require_file_tier, require_leave, require_transformers
 from ptrain.train import environment, options
-from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import (
     Claim,
     RunFolder,
@@ -37,6 +36,7 @@ from ptrain.train.folder import (
     restart_source,
 )
 from ptrain.train.heading import rank_stage_texts, require_ranks_fit_host
+from ptrain.train.launch import launch_ranks
 from ptrain.train.options import Options, rank_module, require_profiled_steps
 from ptrain.train.tracker import require_trackers, tracker_names
 

@@ -28,9 +28,9 @@ from ptrain.spec.names import load_names
 from ptrain.spec.spec import Spec, require_file_tier, require_leave, require_transformers
 from ptrain.spec.write import to_yaml
 from ptrain.train import environment
-from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder
 from ptrain.train.heading import rank_stage_texts, require_host_memory
+from ptrain.train.launch import launch_ranks
 from ptrain.verification import options
 from ptrain.verification.options import VerifyOptions, spec_source, to_argv
 

@@ -53,7 +53,7 @@ from ptrain.steps.experts import token_places
 from ptrain.steps.step import Plan
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.facts import why_not_compiled
-from ptrain.train.parts import FIRST_STEADY, setup_traffic
+from ptrain.train.loop_inputs import FIRST_STEADY, setup_traffic
 
 _aten = torch.ops.aten
 # A CPU operator, or an in-place one, to the operator whose formula counts it.

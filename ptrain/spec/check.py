@@ -1,8 +1,6 @@
-"""Validation of a tree against the grammar: the result is a raw section, and faults with
-positions.
-
-Also the JSON Schema of specs, from which editors complete keys and modes, and the reference of all
-keys with defaults and examples. Both are generated from the declarations of the grammar.
+"""The grammar of specs in use: a tree is validated, with faults by position, to a raw section; the
+JSON Schema, from which editors complete keys and modes, and the reference of all keys are generated
+from the same declarations.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from ptrain.runtime.world import listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
-from ptrain.train.failure import is_victim
 from ptrain.train.heading import rank_stage_texts
+from ptrain.train.launch import is_victim
 from ptrain.train.options import Options, rank_module
 
 BACKEND = "ptrain"

@@ -79,7 +79,7 @@ class PeerConnection:
         Raises:
             TimeoutError: The other rank was silent for too long.
             ConnectionError: The connection was closed. From both messages the parent recognizes a
-                rank that failed because of another (`failure.is_victim`).
+                rank that failed because of another (`launch.is_victim`).
         """
         try:
             return self._read_bytes(_LENGTH.unpack(self._read_bytes(_LENGTH.size))[0])

@@ -13,7 +13,7 @@ from ptrain.models.objective import StepBatch
 from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.finite import FiniteGuard, LaunchedStep, StepReports
-from ptrain.train.parts import LoopInputs, Outcome, learning_rate
+from ptrain.train.loop_inputs import LoopInputs, Outcome, learning_rate
 
 
 def train(program: Program, parts: LoopInputs, *, first: int = 0) -> Outcome:

@@ -1,10 +1,9 @@
-"""The start of a rank: it ends with its parent, and errors of the user are printed once per node.
+"""The process of a rank: it ends with its parent, and records signals, which all ranks handle
+together at the next step boundary. Errors of the user are printed once per node.
 
 Linux signals a process when the thread that started it ends. On other systems a rank continues
 after its launcher was killed. This module imports no torch: an unsupported torch must be rejected
 before it is imported.
-
-Signals on a rank: recorded here, handled at the next step boundary by all ranks together.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ from ptrain.train.folder import (
 from ptrain.train.heading import announce_node, job_line, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers, set_up_logging
 from ptrain.train.loop import train
+from ptrain.train.loop_inputs import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
-from ptrain.train.parts import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.tracker import require_trackers, tracker_names
 
 
@@ -507,7 +507,7 @@ def _conclude_run(
         session.trackers.conclude(_verdict_text(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)
-    # The launcher reads exit code 1 without a summary as a crash (failure._is_early_exit).
+    # The launcher reads exit code 1 without a summary as a crash (launch._is_early_exit).
     session.exchange.barrier()
     if measured:
         text = training_summary(

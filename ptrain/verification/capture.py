@@ -42,7 +42,7 @@ from ptrain.spec.placement import SAMPLE_AXES, Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from ptrain.units import row_major
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import full_copy, local_cpu

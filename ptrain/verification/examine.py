@@ -25,7 +25,7 @@ from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, R
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from ptrain.verification.capture import (
     LeafShard,
     TokenSelection,

@@ -37,7 +37,7 @@ from ptrain.spec.precision import (
     Matmul,
 )
 from ptrain.spec.spec import Spec
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 
 
 class ReferenceOptimizer:

@@ -13,7 +13,7 @@ import torch
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER, TargetsUpdate
 from ptrain.report.finding import Subject
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from tests.faults.fault import Fault, Setting
 from tests.faults.models import FROZEN
 from tests.faults.of_batches import BLOCKWISE, DDP, TP, ZERO2, ZERO3

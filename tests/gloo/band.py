@@ -39,7 +39,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.build import ADAMW_RMS, COEFFICIENTS, ITERATIONS
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from tests.trajectories import OneDeviceTrajectory
 
 LAMBDA = 4.0

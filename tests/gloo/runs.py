@@ -20,7 +20,7 @@ from ptrain.meters.traffic import TrafficMeter
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch, seed_dropout
-from ptrain.train.parts import learning_rate, setup_traffic
+from ptrain.train.loop_inputs import learning_rate, setup_traffic
 from ptrain.verification.reference import Trajectory, relative_distance
 from tests.gloo.faults import Fault, sabotage
 

@@ -20,7 +20,7 @@ from ptrain.report.record import Check, compare_estimates
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.train.parts import FIRST_STEADY, setup_traffic
+from ptrain.train.loop_inputs import FIRST_STEADY, setup_traffic
 from tests.adversary.random_specs import Written, load_accepted, random_spec
 from tests.ranks import CALL_SECONDS, Pool, RankError, Ranks
 

@@ -15,7 +15,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM
 from ptrain.steps.wraps import FlatUnits
 from ptrain.traces.facts import facts_of
-from ptrain.train.parts import FIRST_STEADY
+from ptrain.train.loop_inputs import FIRST_STEADY
 from tests.gloo.rows import ROWS, Setting, default_setting, pairwise_settings
 from tests.gloo.runs import train_on_rank
 from tests.gloo.test_exact import failed_checks

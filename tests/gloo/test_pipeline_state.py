@@ -23,7 +23,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from ptrain.verification.reference import Trajectory
 from tests.gloo.pipeline_cases import pipeline_spec
 from tests.gloo.runs import full_parameters

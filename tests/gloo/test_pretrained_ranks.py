@@ -28,7 +28,7 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
-from ptrain.train.parts import learning_rate
+from ptrain.train.loop_inputs import learning_rate
 from tests.gloo.sessions import train_on_ranks
 from tests.models_from_folder import save_decoder
 from tests.published_folders import save_folder, tensors

@@ -20,7 +20,7 @@ from ptrain.spec.names import list_files
 from ptrain.spec.placement import M
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
-from ptrain.train.parts import FIRST_STEADY, setup_traffic
+from ptrain.train.loop_inputs import FIRST_STEADY, setup_traffic
 from tests.gloo import context_cases, expert_cases
 from tests.gloo.matrix import compare_simulation
 from tests.gloo.test_exact import failed_checks

@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 from ptrain.output import standard_output
-from ptrain.train.failure import launch_ranks
 from ptrain.train.folder import RunFolder
+from ptrain.train.launch import launch_ranks
 
 
 def test_the_first_rank_prints_to_a_replaced_standard_output(tmp_path):

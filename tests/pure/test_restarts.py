@@ -13,7 +13,7 @@ import pytest
 from ptrain.cli import train
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed, SpecError
-from ptrain.train import failure, folder, options
+from ptrain.train import folder, launch, options
 from ptrain.train.folder import RunFolder, apply_agent_restart, is_run_of_agent, mark_as_latest
 from ptrain.train.options import Options
 from tests.pure.run_folders import open_folder, write_run
@@ -145,9 +145,9 @@ def test_a_signal_while_a_failed_attempt_is_ended_ends_the_job(tmp_path, monkeyp
         signal.raise_signal(signal.SIGINT)
         raise RankFailed("error: rank 1 was killed")
 
-    monkeypatch.setattr(failure, "_watch", fails)
-    monkeypatch.setattr(failure, "start_ranks", lambda *_, **__: iter(()))
-    assert failure.launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
+    monkeypatch.setattr(launch, "_watch", fails)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_, **__: iter(()))
+    assert launch.launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
 
 
 def test_only_ptrains_launcher_restarts_failed_ranks(here, monkeypatch, capsys):

@@ -18,10 +18,10 @@ from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, options, parts, rank_start, tracker
-from ptrain.train.failure import Failure, LauncherSignals, Rank
+from ptrain.train import folder, launch, loop_inputs, options, rank_start, tracker
 from ptrain.train.heading import rank_stage_texts
-from ptrain.train.parts import learning_rate
+from ptrain.train.launch import Failure, LauncherSignals, Rank
+from ptrain.train.loop_inputs import learning_rate
 from tests.pure.pipeline_specs import spec
 
 ROOT = Path(__file__).parents[2]
@@ -141,11 +141,11 @@ def test_a_profiled_step_beyond_the_last_is_rejected_with_the_range():
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require_runnable(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
-    assert parts.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is measured; step 4 of 9 is traced" in parts.moved_profiles_line(
-        spec, (2, 3)
-    )
-    assert parts.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert loop_inputs.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
+    line = loop_inputs.moved_profiles_line(spec, (2, 3))
+    assert "step 2 and 3 is measured; step 4 of 9 is traced" in line
+    ddp = require_runnable(load("ddp", ["profile=[5]"]))
+    assert loop_inputs.moved_profiles_line(ddp, (2, 3)) == ""
 
 
 # -- schedule
@@ -194,7 +194,7 @@ LOST = "RuntimeError: [gloo/tcp/pair.cc:559] Connection closed by peer [127.0.0.
 
 def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
     ranks = [rank(0, 3, said=LOST, tmp_path=tmp_path), rank(1, -9, tmp_path=tmp_path)]
-    blamed = failure.select_root_cause(failure.find_failures(ranks, time.monotonic()), [])
+    blamed = launch.select_root_cause(launch.find_failures(ranks, time.monotonic()), [])
     assert blamed.rank.rank == 1
     assert "SIGKILL" in blamed.cause
 
@@ -204,15 +204,15 @@ def test_the_rank_that_raised_is_blamed_with_its_message(tmp_path):
         rank(0, 3, said=LOST, tmp_path=tmp_path),
         rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
     ]
-    blamed = failure.select_root_cause(failure.find_failures(ranks, time.monotonic()), [])
+    blamed = launch.select_root_cause(launch.find_failures(ranks, time.monotonic()), [])
     assert blamed.cause == "raised ValueError: no such token"
 
 
 def test_a_live_silent_rank_is_blamed_for_the_ranks_that_wait_for_it(tmp_path):
     waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
     silent = rank(1, None, tmp_path=tmp_path)
-    found = failure.find_failures([waiting, silent], time.monotonic())
-    assert failure.select_root_cause(found, [silent]).rank is silent
+    found = launch.find_failures([waiting, silent], time.monotonic())
+    assert launch.select_root_cause(found, [silent]).rank is silent
 
 
 def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
@@ -221,15 +221,15 @@ def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
     )
     waiting = rank(3, 3, said=told, tmp_path=tmp_path)
     living = [rank(number, None, tmp_path=tmp_path) for number in (0, 1, 2)]
-    found = failure.find_failures([waiting, *living], time.monotonic())
-    assert failure.select_root_cause(found, living).rank is living[2]
+    found = launch.find_failures([waiting, *living], time.monotonic())
+    assert launch.select_root_cause(found, living).rank is living[2]
 
 
 def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
     failed = rank(1, 3, said="RankFailed: stage 1, micro-batch 2: KeyError: 4", tmp_path=tmp_path)
     failed.has = "stages 1 and 2"
-    found = failure.find_failures([failed], time.monotonic())
-    text = failure.format_failure(failure.select_root_cause(found, []), 1)
+    found = launch.find_failures([failed], time.monotonic())
+    text = launch.format_failure(launch.select_root_cause(found, []), 1)
     assert text == "error: rank 1 (stages 1 and 2) failed: stage 1, micro-batch 2: KeyError: 4"
 
 
@@ -249,28 +249,28 @@ def test_ranks_are_distinguished_by_their_part_of_the_model(mesh, schedule, part
 def test_a_rank_that_is_stopped_fails_after_some_seconds(tmp_path):
     stopped = rank(1, None, tmp_path=tmp_path)
     stopped.stopped = 100.0
-    assert not failure.find_failures([stopped], 100.0 + failure.STOPPED_FOR - 0.1)
-    assert failure.find_failures([stopped], 100.0 + failure.STOPPED_FOR)
+    assert not launch.find_failures([stopped], 100.0 + launch.STOPPED_FOR - 0.1)
+    assert launch.find_failures([stopped], 100.0 + launch.STOPPED_FOR)
 
 
-@pytest.mark.parametrize("code", failure.ORDERLY)
+@pytest.mark.parametrize("code", launch.ORDERLY)
 def test_an_orderly_end_is_no_failure(tmp_path, code):
     ended = rank(0, code, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
     (tmp_path / "summary.json").touch()
-    assert not failure.find_failures([ended], math.inf)
+    assert not launch.find_failures([ended], math.inf)
 
 
 def test_exit_code_1_without_a_summary_is_a_python_failure(tmp_path):
     ended = rank(0, 1, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
-    assert failure.find_failures([ended], math.inf)
+    assert launch.find_failures([ended], math.inf)
 
 
 def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path):
     failed = rank(1, -9, tmp_path=tmp_path)
     failed.log.write_text("one\ntwo\nframe #3: c10::Error\n")
-    text = failure.format_failure(Failure(rank=failed, cause="was killed by SIGKILL"), 4)
+    text = launch.format_failure(Failure(rank=failed, cause="was killed by SIGKILL"), 4)
     assert text.startswith("error: rank 1 was killed by SIGKILL")
     assert "| two" in text and "frame #3" not in text
     assert "3 more failed because of it" in text

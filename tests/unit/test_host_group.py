@@ -15,7 +15,7 @@ import pytest
 
 from ptrain.train import exchange
 from ptrain.train.exchange import Gather, HostGroup, PeerConnection, connect_ranks
-from ptrain.train.failure import is_victim
+from ptrain.train.launch import is_victim
 
 T = TypeVar("T")
 

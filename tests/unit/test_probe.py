@@ -17,7 +17,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train.folder import RunFolder
-from ptrain.train.parts import Probe, first_steady_step
+from ptrain.train.loop_inputs import Probe, first_steady_step
 
 
 @pytest.mark.parametrize(

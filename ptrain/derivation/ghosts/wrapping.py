@@ -7,10 +7,8 @@ of ptrain. `ghosts.table` selects one by the step of a plan. No other module dis
 All wraps clip gradients in the same way: with the norms of all gradients, their memory and their
 traffic.
 
-The module also simulates autograd's AccumulateGrad: the first gradient is kept, later ones are
-added to it.
-
-torch/csrc/autograd/functions/accumulate_grad.h: a gradient with no other reference is taken over
+Autograd's AccumulateGrad keeps the first gradient and adds later ones to it
+(torch/csrc/autograd/functions/accumulate_grad.h): a gradient with no other reference is taken over
 (stolen), any other one is cloned. A later gradient is added in place. The timeline of a model
 states which gradients are cloned (`Complete.cloned`).
 
@@ -19,7 +17,7 @@ wrap. Copies of saved-tensor hooks are traced with the block (`traces`) and put 
 `derivation.blocks`. The allocations of DTensor's redistributions are traced too; their traffic is
 in `derivation.tensor`.
 
-It also has the resident bytes by state and rank, the `exact` column of Theorem 1. Parameters,
+The resident bytes by state and rank are the `exact` column of Theorem 1. Parameters,
 optimizer state and other memory are counted after the update, gradients at the end of the last
 backward pass. Ranks differ only in the rows of a tensor that they hold without padding.
 

@@ -1,13 +1,11 @@
-"""The ranks of this machine as processes of their parent, and the root cause of a failure.
-
-A rank that loses its peer raises, too, often before the root cause is noticed. Such victims are
-recognized by their messages and reported in one line.
-
-The parent of `ptrain train` on one machine: it starts the ranks and watches them.
+"""The parent of `ptrain train` on one machine: it starts the ranks, watches them, and reports the
+root cause of a failure.
 
 The store for the rendezvous only listens on the loopback interface, on a socket that is bound here
 and inherited by rank 0, so no port is guessed. The first rank to fail is reported with its cause,
-and the others are ended at once. No rank outlives this process. This module imports no torch.
+and the others are ended at once. No rank outlives this process. A rank that loses its peer raises,
+too, often before the root cause is noticed. Such victims are recognized by their messages and
+reported in one line. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The inputs of the training loop in addition to its program, its result, the learning rate of a
-step, and the selection of steps that are measured, timed and profiled.
+"""The inputs of the training loop: the learning rate of a step, and which steps are measured, timed
+and profiled.
 
 The third step, a steady one, is always measured. The step before it is measured, too, for one-time
 work: DDP rebuilds its buckets there, so its additional traffic is set-up. That step also derives
