@@ -278,7 +278,7 @@ class Clock:
         by matrix."""
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
-                seconds = self._cached(
+                seconds = self._remember(
                     (optimizer, shape, layout.update_dtype), self._muon, shape, layout
                 )
                 self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
@@ -317,7 +317,7 @@ class Clock:
 
     def run_hook(self, hook: Hook) -> None:
         """Run a hook of a wrapper on the host."""
-        self._on_host(self._cached(hook, self.pace.hook_seconds, hook))
+        self._on_host(self._remember(hook, self.pace.hook_seconds, hook))
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
@@ -385,7 +385,7 @@ class Clock:
     def copy(self, copy: Collective, size: int, since: float | None = None) -> Arrival:
         """Issue a copy between two tiers."""
         key = TimeKey(Spent.COPIES, self.phase, (), copy)
-        seconds = self._cached((copy, size), self.pace.copy_seconds, copy, size)
+        seconds = self._remember((copy, size), self.pace.copy_seconds, copy, size)
         return self._issue(copy, key, seconds, since)
 
     def _issue_collective(
@@ -529,7 +529,7 @@ class Clock:
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return the seconds of one pass of a layer. Results of equal layers are cached."""
-        key = id(work), self._cached(around, self.pace.hook_seconds, around)
+        key = id(work), self._remember(around, self.pace.hook_seconds, around)
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]
@@ -567,7 +567,7 @@ class Clock:
         return tuple(of_kind.items())
 
     def _operator_seconds(self, operator: Operator) -> float:
-        return self._cached(operator, self.pace.operator_seconds, operator)
+        return self._remember(operator, self.pace.operator_seconds, operator)
 
     def _sent_key(self, item: InnerCollective) -> Sent:
         return item.axis or str(self.tensor_axis or ""), item.collective
@@ -580,7 +580,7 @@ class Clock:
             item.collective, axes_named(axis), item.ranks or None, item.payload
         )
 
-    def _cached(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
+    def _remember(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
         """Return the cached result of `ask(*words)`."""
         if question not in self._seconds_of:
             self._seconds_of[question] = ask(*words)

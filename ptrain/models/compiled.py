@@ -96,7 +96,7 @@ class CompiledForward:
         self._readers = [*_readers(block)]
         for _, reader in self._readers:
             reader.remove()
-        self._program = compile_whole(self._traced, BACKEND, draws=drops_out(block))
+        self._program = compile_whole(self._run_in_program, BACKEND, draws=drops_out(block))
 
     def __call__(self, x: Tensor, *given: Any) -> Any:
         read = [reader.tensors(module) for module, reader in self._readers]
@@ -106,7 +106,7 @@ class CompiledForward:
             x = _Awaited.apply(x)
         return self._program(read, x, *given)
 
-    def _traced(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
+    def _run_in_program(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
         """Run the block inside the program.
 
         Raises:

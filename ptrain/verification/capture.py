@@ -125,7 +125,7 @@ def leaf_shards(program: Program) -> dict[str, LeafShard]:
         # target's shape is used if it has one
         shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
         numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
-        placed = program.canonical(target.named((numbers + first).view(shape)))
+        placed = program.canonical(target.named_tensors((numbers + first).view(shape)))
         for name, row in ((name, full_copy(its)) for name, its in placed.items()):
             at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
             within = (row.flatten()[at] - first).long()

@@ -258,7 +258,7 @@ class FlatTarget(ShardTarget[torch.Tensor]):
             return {name: part for name, _ in self.unit.named}
         return self.unit.split(part, self.unit.step.optimizer)
 
-    def named(self, part: torch.Tensor) -> Named:
+    def named_tensors(self, part: torch.Tensor) -> Named:
         return self.unit.split(part, self.unit.step.updated)
 
     def join(self, named: Named) -> torch.Tensor:
@@ -309,7 +309,7 @@ class FrozenTarget:
     def join(self, named: Named) -> torch.Tensor:
         raise AssertionError("what is frozen has no optimizer state")
 
-    def named(self, part: torch.Tensor) -> Named:
+    def named_tensors(self, part: torch.Tensor) -> Named:
         return self.unit.split(part, self.unit.parameters.cut)
 
     def export(self) -> Named:
@@ -336,7 +336,7 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     def views(self) -> Iterable[CutView]:
         return self._whole.views() if self.index == 0 else []
 
-    def named(self, part: torch.Tensor) -> Named:
+    def named_tensors(self, part: torch.Tensor) -> Named:
         return {self.name: self.unit.shard_rows(part.view(self.shape))}
 
     def split(self, part: torch.Tensor) -> Named:

@@ -38,7 +38,7 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         """Return views that make up `gradient`, each with the axes that shard its operator."""
         ...
 
-    def named(self, part: torch.Tensor) -> Named:
+    def named_tensors(self, part: torch.Tensor) -> Named:
         """Return a tensor shaped like `value`, on any tier, as full tensors by canonical name.
 
         Sharded tensors are DTensors.
@@ -108,9 +108,9 @@ class ParameterTarget:
         return None if is_same_memory(held, value) else held
 
     def split(self, part: torch.Tensor) -> Named:
-        return self.named(part)
+        return self.named_tensors(part)
 
-    def named(self, part: torch.Tensor) -> Named:
+    def named_tensors(self, part: torch.Tensor) -> Named:
         whole = self.parameter
         # scalars, such as step counters, are not sharded
         if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
