@@ -78,7 +78,7 @@ def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
-@pytest.mark.parametrize(("saved_checkpoint", "loaded"), PAIRS)
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
     ranks, tmp_path, saved, loaded, layout
 ):
