@@ -237,7 +237,7 @@ _NOT_CONFIRMED = (
     "H100 (sm 90), for unsharded built-in models"
 )
 _FP8 = "the workspaces of fp8 products have not been measured on a GPU"
-_PROGRAMS = "compiled programs are those of the CPU, and a GPU's may fuse other operators"
+_PROGRAMS = "compiled programs are CPU programs, and a GPU's may fuse other operators"
 _H100 = 90  # compute capability
 
 
