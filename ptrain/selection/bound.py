@@ -361,7 +361,8 @@ class WaySeconds:
                 apart += again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
             # a stage's first unit has no earlier compute to overlap with
-            waits -= max(0.0, units - flow.stages) * (beside + min(apart, room))
+            hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
+            waits -= hidden / (1 + links.interference)
         held = flow.layers * self.sizes.block + flow.root
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))

@@ -313,6 +313,12 @@ class Links:
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
 
+    @property
+    def interference(self) -> float:
+        """The relative slowdown of compute while a collective runs."""
+        cluster = self.base.cluster
+        return cluster.slowdown_beside_collectives if cluster and not self.is_nominal else 0.0
+
     def host_update(self) -> float:
         """Return the seconds of a host to update one element; infinite if unknown."""
         cluster, row = self.base.cluster, self.base.optimizer.properties
