@@ -264,7 +264,7 @@ class WaySeconds:
         self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
-        self.gather = self.reduce = self.finish = self.spread = 0.0  # of a unit
+        self.gather = self.reduce = 0.0  # of a unit
         share = sizes.experts / sizes.block
         self._send(degrees, within, self.unit * (1 - share))
         if share:
@@ -276,12 +276,11 @@ class WaySeconds:
             self.gather += once * self.held / way.parts(_THETA, degrees)
         if not way.is_near(_GRADS):
             self.reduce += once * layout.gradients.itemsize / way.parts(_GRADS, degrees)
-        self._hook()
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
-        replicas sum only a shard. Flat units that keep full gradients, and replicas of flat shards,
-        are reduced once per step."""
+        replicas sum only a shard. Left out is what flat units send once per step: sums of what no
+        rank's gradients shard, and the all-gather after an update."""
         way, held, reduced = self.way, self.held * size, self.reduced * size
         theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
         if way.form is Form.LOCAL or not degrees:
@@ -297,35 +296,13 @@ class WaySeconds:
 
         if way.is_brought:
             self.gather += over(Collective.ALL_GATHER, omega if way.is_made else theta, held)
-        else:
-            later = [o and not t for o, t in zip(omega, theta, strict=True)]
-            self.spread += over(Collective.ALL_GATHER, later, held / way.parts(_THETA, degrees))
-        shards = [o or g for o, g in zip(omega, grads, strict=True)]
-        parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
-        copies = over(Collective.ALL_REDUCE, [not is_in for is_in in shards], reduced / parts)
-        if way.form is Form.FLAT and any(grads):
-            rest = [o and not g for o, g in zip(omega, grads, strict=True)]
-            size = reduced / way.parts(_GRADS, degrees)
-            self.reduce += over(Collective.REDUCE_SCATTER, grads, reduced)
-            self.finish += over(Collective.REDUCE_SCATTER, rest, size) + copies
-        else:
-            self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced) + copies
-
-    def _hook(self) -> None:
-        """Add the time of hooks."""
-        way, pace = self.way, self.links.pace
-        is_flat = way.form is Form.FLAT
-        gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
-        reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
-        if way.form in REPLICAS:
-            reduce = Hook.DDP_BUCKET
-        is_sent = bool(self.degrees) and way.form is not Form.LOCAL
-        self.hooks = (
-            way.is_brought * pace.hook_seconds(gather),
-            is_sent * pace.hook_seconds(reduce),
-        )
-        if not pace.overlaps:  # on CPU hooks run between operators, so their time adds up
-            self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
+        is_flat = way.form is Form.FLAT and any(grads)
+        shards = grads if is_flat else [o or g for o, g in zip(omega, grads, strict=True)]
+        self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced)
+        if not is_flat:
+            parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
+            rest = [not is_in for is_in in shards]
+            self.reduce += over(Collective.ALL_REDUCE, rest, reduced / parts)
 
     @cached_property
     def copied(self) -> float:
@@ -371,13 +348,8 @@ class WaySeconds:
         # communication of the passes.
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
-        seconds += update + held * self.copied + (self.finish + self.spread) * every
-        if not flow.issued:
-            return seconds
-        hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        # the root is one unit, however large, unless buckets decide
-        calls = every if way.is_bucket else units + (flow.root > 0)
-        return max(seconds, flow.issued + calls * hooks)
+        seconds += update + held * self.copied
+        return max(seconds, flow.issued)
 
 
 # Rounds of as many micro-batches as ranks, from which on more micro-batches add no idle time.

@@ -156,13 +156,6 @@ class DataRow:
         assert self.smallest is not None, "a placement that a run came to"
         return self.smallest.scored(self)
 
-    @property
-    def first(self) -> Candidate:
-        """The best candidate that may fit, else the one with the smallest peak."""
-        block = self.best[0][3] if self.best else self.smallest
-        assert block is not None, "a placement that a run came to"
-        return block.candidate(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateBlock:
