@@ -185,7 +185,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 class RankShare:
     """The part of a model on a pipeline rank: `layers` on all of its `stages`, and the ends of the
     model that it has. `chunks`: chunks in flight at most; `later`: those in flight when gradients
-    of all its stages exist."""
+    of all its stages exist; `waiting`: other micro-batches that wait at the end of a last stage."""
 
     layers: int
     stages: int
@@ -194,6 +194,7 @@ class RankShare:
     is_staged: bool
     chunks: int
     later: int
+    waiting: int
 
     def root(self, sizes: Sizes) -> int:
         """Return the number of parameters outside of blocks."""
@@ -211,6 +212,7 @@ def levels_of(
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
+        head += act.head * micro * share.waiting
         # -inf: with a single micro-batch no pass runs next to earlier gradients
         later = share.later * chunk if number > 1 else -inf
         saved = share.chunks * chunk
@@ -237,8 +239,7 @@ class FlowSeconds:
     """The figures that do not depend on the data axes: the `number` of micro-batches, and `layers`,
     `stages` and other parameters (`root`) of the rank that computes most. Seconds of a block's
     passes; per step of computing, of the bubble (`idle`) and of the host's launches
-    (`issued`, 0 if never the limit); per micro-batch of waits for offloaded activations
-    (`moving`)."""
+    (`issued`, 0 if never the limit)."""
 
     number: int
     layers: int
@@ -247,7 +248,6 @@ class FlowSeconds:
     forward: float  # of a block
     backward: float
     computing: float
-    moving: float
     idle: float
     issued: float
 
@@ -330,12 +330,11 @@ class WaySeconds:
         again = 0 if way.keeps_forward else number
         reduces = 1 if way.is_late else number
         sent = (gathers + again) * self.gather + reduces * self.reduce
-        waits = sent * every + number * flow.moving
+        waits = sent * every
         if way.overlaps and pace.overlaps:
-            beside, apart = 0.0, reduces * self.reduce
-            if way.ahead:
-                beside = gathers * min(self.gather, flow.forward * self.layers)
-                apart += again * self.gather
+            ahead = bool(way.ahead)
+            beside = ahead * gathers * min(self.gather, flow.forward * self.layers)
+            apart = reduces * self.reduce + ahead * again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
             # a stage's first unit has no earlier compute to overlap with
             hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
@@ -344,11 +343,7 @@ class WaySeconds:
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
-        # Ranks wait for the slowest stage. The bubble grows in proportion to the exposed
-        # communication of the passes.
-        longer = 1 + waits / flow.computing if flow.computing else 1.0
-        seconds = flow.computing + waits + flow.idle * longer
-        seconds += update + held * self.copied
+        seconds = flow.computing + waits + flow.idle + update + held * self.copied
         return max(seconds, flow.issued)
 
 
@@ -404,6 +399,7 @@ class PipelineFlows:
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
             chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
+            is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
             share = RankShare(
                 layers=held[rank],
                 stages=flow.per_rank,
@@ -412,6 +408,7 @@ class PipelineFlows:
                 is_staged=flow.schedule is not None,
                 chunks=chunks,
                 later=min(chunks, (number - 1) * flow.per_rank),
+                waiting=(number - 1) * (behind and is_all_first),
             )
             shares[share] = None
         return tuple(shares)
@@ -439,7 +436,6 @@ class PipelineFlows:
             forward=sums.block[0],
             backward=sums.block[1],
             computing=number * (forward + backward),
-            moving=_moving(share, sums),
             idle=self._idle(flow, number, sums, (forward, backward)),
             issued=issued * self.links.is_issued,
         )
@@ -482,14 +478,3 @@ def _passes(share: RankShare, sums: PassSums) -> tuple[float, ...]:
     """Return seconds per micro-batch: forward, backward, and the host's launches."""
     parts = zip(sums.block, sums.front, sums.behind, strict=True)
     return tuple(share.layers * a + share.front * b + share.behind * c for a, b, c in parts)
-
-
-def _moving(share: RankShare, sums: PassSums) -> float:
-    """Return the seconds per micro-batch that a rank waits for offloaded activations. The last
-    block's come back after all have left; each earlier block's during the backward pass of the next
-    one."""
-    out, back = sums.moved
-    layers, stages = share.layers, share.stages
-    between = share.behind * sum(sums.behind[:2]) + (layers - stages) * sums.block[0]
-    slower = max(0.0, back - sums.block[1])
-    return max(0.0, layers * out - between) + stages * back + (layers - stages) * slower

@@ -107,7 +107,7 @@ class ScoredCut:
         """Return the seconds of the passes; None if computation or rates are unknown."""
         spec = kept_so(batched(self.spec, micro, 1), kept)
         try:
-            return seconds_of(spec, self.work(spec), self.clock, micro * self.activity(kept).moved)
+            return seconds_of(spec, self.work(spec), self.clock)
         except UnknownRate:
             return None
 
