@@ -523,7 +523,11 @@ class Chooser(Deriver):
         reason why there is none."""
         base, devices = self.job.base, self.job.devices
         # rules of well-known choices read no batch and no activations
-        placed = [(row.tightest.candidate.placed(base), row) for row in result.placements]
+        placed = [
+            (row.smallest.candidate(row).placed(base), row)
+            for row in result.placements
+            if row.smallest
+        ]
         for name, rules in KNOWN.items():
             where = [rule.replace("N", str(devices)) for rule in rules]
             row, why = self._like(placed, ranked, where)

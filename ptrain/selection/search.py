@@ -223,8 +223,14 @@ class SearchResult:
 
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
-        for rows in block.groups.values():
+        others, saved = block.levels[0][0], min([level[4] for level in block.levels])
+        for memory, rows in block.groups.items():
             self.counts.scored += len(rows)
+            # Most groups are too large by their states and the activations of the rank that saves
+            # least, and need no peak per rank.
+            floor = memory.lives[0] * others + saved
+            if floor > self.limit and floor >= rows[0].least:
+                continue
             size = block.peak(rows[0])
             for row in rows:
                 if row.smallest is None:
