@@ -185,7 +185,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 class RankShare:
     """The part of a model on a pipeline rank: `layers` on all of its `stages`, and the ends of the
     model that it has. `chunks`: chunks in flight at most; `later`: those in flight when gradients
-    of all its stages exist."""
+    of all its stages exist; `waiting`: other micro-batches that wait at the end of a last stage."""
 
     layers: int
     stages: int
@@ -194,6 +194,7 @@ class RankShare:
     is_staged: bool
     chunks: int
     later: int
+    waiting: int
 
     def root(self, sizes: Sizes) -> int:
         """Return the number of parameters outside of blocks."""
@@ -211,6 +212,7 @@ def levels_of(
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
+        head += act.head * micro * share.waiting
         # -inf: with a single micro-batch no pass runs next to earlier gradients
         later = share.later * chunk if number > 1 else -inf
         saved = share.chunks * chunk
@@ -237,8 +239,7 @@ class FlowSeconds:
     """The figures that do not depend on the data axes: the `number` of micro-batches, and `layers`,
     `stages` and other parameters (`root`) of the rank that computes most. Seconds of a block's
     passes; per step of computing, of the bubble (`idle`) and of the host's launches
-    (`issued`, 0 if never the limit); per micro-batch of waits for offloaded activations
-    (`moving`)."""
+    (`issued`, 0 if never the limit)."""
 
     number: int
     layers: int
@@ -247,7 +248,6 @@ class FlowSeconds:
     forward: float  # of a block
     backward: float
     computing: float
-    moving: float
     idle: float
     issued: float
 
@@ -264,7 +264,7 @@ class WaySeconds:
         self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
-        self.gather = self.reduce = self.finish = self.spread = 0.0  # of a unit
+        self.gather = self.reduce = 0.0  # of a unit
         share = sizes.experts / sizes.block
         self._send(degrees, within, self.unit * (1 - share))
         if share:
@@ -275,7 +275,6 @@ class WaySeconds:
             self.gather += self._copy_seconds(_THETA, self.held)
         if not way.is_near(_GRADS):
             self.reduce += self._copy_seconds(_GRADS, layout.gradients.itemsize)
-        self._hook()
 
     def _copy_seconds(self, state: State, itemsize: int) -> float:
         """Return the seconds that a rank copies its part of a unit in one direction."""
@@ -286,8 +285,8 @@ class WaySeconds:
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
-        replicas sum only a shard. Flat units that keep full gradients, and replicas of flat shards,
-        are reduced once per step."""
+        replicas sum only a shard. Left out is what flat units send once per step: sums of what no
+        rank's gradients shard, and the all-gather after an update."""
         way, held, reduced = self.way, self.held * size, self.reduced * size
         theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
         if way.form is Form.LOCAL or not degrees:
@@ -303,35 +302,13 @@ class WaySeconds:
 
         if way.is_brought:
             self.gather += over(Collective.ALL_GATHER, omega if way.is_made else theta, held)
-        else:
-            later = [o and not t for o, t in zip(omega, theta, strict=True)]
-            self.spread += over(Collective.ALL_GATHER, later, held / way.parts(_THETA, degrees))
-        shards = [o or g for o, g in zip(omega, grads, strict=True)]
-        parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
-        copies = over(Collective.ALL_REDUCE, [not is_in for is_in in shards], reduced / parts)
-        if way.form is Form.FLAT and any(grads):
-            rest = [o and not g for o, g in zip(omega, grads, strict=True)]
-            size = reduced / way.parts(_GRADS, degrees)
-            self.reduce += over(Collective.REDUCE_SCATTER, grads, reduced)
-            self.finish += over(Collective.REDUCE_SCATTER, rest, size) + copies
-        else:
-            self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced) + copies
-
-    def _hook(self) -> None:
-        """Add the time of hooks."""
-        way, pace = self.way, self.links.pace
-        is_flat = way.form is Form.FLAT
-        gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
-        reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
-        if way.form in REPLICAS:
-            reduce = Hook.DDP_BUCKET
-        is_sent = bool(self.degrees) and way.form is not Form.LOCAL
-        self.hooks = (
-            way.is_brought * pace.hook_seconds(gather),
-            is_sent * pace.hook_seconds(reduce),
-        )
-        if not pace.overlaps:  # on CPU hooks run between operators, so their time adds up
-            self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
+        is_flat = way.form is Form.FLAT and any(grads)
+        shards = grads if is_flat else [o or g for o, g in zip(omega, grads, strict=True)]
+        self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced)
+        if not is_flat:
+            parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
+            rest = [not is_in for is_in in shards]
+            self.reduce += over(Collective.ALL_REDUCE, rest, reduced / parts)
 
     @cached_property
     def copied(self) -> float:
@@ -359,31 +336,21 @@ class WaySeconds:
         again = 0 if way.keeps_forward else number
         reduces = 1 if way.is_late else number
         sent = (gathers + again) * self.gather + reduces * self.reduce
-        waits = sent * every + number * flow.moving
+        waits = sent * every
         if way.overlaps and pace.overlaps:
-            beside, apart = 0.0, reduces * self.reduce
-            if way.ahead:
-                beside = gathers * min(self.gather, flow.forward * self.layers)
-                apart += again * self.gather
+            ahead = bool(way.ahead)
+            beside = ahead * gathers * min(self.gather, flow.forward * self.layers)
+            apart = reduces * self.reduce + ahead * again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
             # a stage's first unit has no earlier compute to overlap with
-            waits -= max(0.0, units - flow.stages) * (beside + min(apart, room))
+            hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
+            waits -= hidden / (1 + links.interference)
         held = flow.layers * self.sizes.block + flow.root
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
-        # Ranks wait for the slowest stage. The bubble grows in proportion to the exposed
-        # communication of the passes.
-        longer = 1 + waits / flow.computing if flow.computing else 1.0
-        idle = flow.idle * longer if flow.idle else 0.0  # `longer` is inf if a rate is unknown
-        seconds = flow.computing + waits + idle
-        seconds += update + held * self.copied + (self.finish + self.spread) * every
-        if not flow.issued:
-            return seconds
-        hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        # the root is one unit, however large, unless buckets decide
-        calls = every if way.is_bucket else units + (flow.root > 0)
-        return max(seconds, flow.issued + calls * hooks)
+        seconds = flow.computing + waits + flow.idle + update + held * self.copied
+        return max(seconds, flow.issued)
 
 
 # Rounds of as many micro-batches as ranks, from which on more micro-batches add no idle time.
@@ -438,6 +405,7 @@ class PipelineFlows:
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
             chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
+            is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
             share = RankShare(
                 layers=held[rank],
                 stages=flow.per_rank,
@@ -446,6 +414,7 @@ class PipelineFlows:
                 is_staged=flow.schedule is not None,
                 chunks=chunks,
                 later=min(chunks, (number - 1) * flow.per_rank),
+                waiting=(number - 1) * (behind and is_all_first),
             )
             shares[share] = None
         return tuple(shares)
@@ -473,7 +442,6 @@ class PipelineFlows:
             forward=sums.block[0],
             backward=sums.block[1],
             computing=number * (forward + backward),
-            moving=_moving(share, sums),
             idle=self._idle(flow, number, sums, (forward, backward)),
             issued=issued * self.links.is_issued,
         )
@@ -516,14 +484,3 @@ def _passes(share: RankShare, sums: PassSums) -> tuple[float, ...]:
     """Return seconds per micro-batch: forward, backward, and the host's launches."""
     parts = zip(sums.block, sums.front, sums.behind, strict=True)
     return tuple(share.layers * a + share.front * b + share.behind * c for a, b, c in parts)
-
-
-def _moving(share: RankShare, sums: PassSums) -> float:
-    """Return the seconds per micro-batch that a rank waits for offloaded activations. The last
-    block's come back after all have left; each earlier block's during the backward pass of the next
-    one."""
-    out, back = sums.moved
-    layers, stages = share.layers, share.stages
-    between = share.behind * sum(sums.behind[:2]) + (layers - stages) * sums.block[0]
-    slower = max(0.0, back - sums.block[1])
-    return max(0.0, layers * out - between) + stages * back + (layers - stages) * slower

@@ -227,7 +227,13 @@ def _faults(job: SearchedJob, where: Where) -> Iterator[Fault]:
             batches = list(micro_batches(base, left * cut.data_degree))
             sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
             if not batches:
-                yield _indivisible(base, left * cut.data_degree)
+                samples, over = base.batch.global_samples, left * cut.data_degree
+                yield Fault(
+                    place="batch.global",
+                    finding=f"a step's {samples} samples are not divisible by {over} data-parallel "
+                    "ranks",
+                    remedy=f"Use `batch.global={max(1, samples // over) * over}`.",
+                )
             if not sizes:
                 continue
             data = (
@@ -246,23 +252,11 @@ def _faults(job: SearchedJob, where: Where) -> Iterator[Fault]:
                 yield from (*check(spec), *find_unsupported(spec))[:1]
 
 
-def _indivisible(base: Spec, data_ranks: int) -> Fault:
-    """Return the fault of a global batch that the data ranks do not divide."""
-    samples = base.batch.global_samples
-    return Fault(
-        place="batch.global",
-        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
-        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
-    )
-
-
 _BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
 _SEEDS = 3  # placements from which the descent starts: each has another local optimum
 _OF_KIND = 2  # candidates of a well-known choice predicted before its descent
-_MOST_WORK, _WORK_OF_KIND = (
-    1000,
-    6,
-)  # work in plain steps, around a seed and around a well-known choice
+# Work in plain steps, around a seed and around a well-known choice.
+_MOST_WORK, _WORK_OF_KIND = 1000, 6
 _MOST_DEVICES = 2**13  # limit of the search for a number on which something fits
 
 
@@ -523,7 +517,11 @@ class Chooser(Deriver):
         reason why there is none."""
         base, devices = self.job.base, self.job.devices
         # rules of well-known choices read no batch and no activations
-        placed = [(row.first.placed(base), row) for row in result.placements]
+        placed = [
+            (row.smallest.candidate(row).placed(base), row)
+            for row in result.placements
+            if row.smallest
+        ]
         for name, rules in KNOWN.items():
             where = [rule.replace("N", str(devices)) for rule in rules]
             row, why = self._like(placed, ranked, where)

@@ -187,7 +187,7 @@ class Deriver:
             pace.update_seconds(
                 name, layout, elements=1, tensors=1
             )  # every candidate has an update
-            seconds_of(base, machine.work(0), clock_of(base, pace), 0.0)
+            seconds_of(base, machine.work(0), clock_of(base, pace))
             return pace, ""
         except UnknownRate as unknown:
             return None, str(unknown)

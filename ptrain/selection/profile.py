@@ -96,18 +96,18 @@ class Activity:
     Attributes:
         block: Saved by a block.
         stage: Saved by a stage, beyond its blocks.
+        head: Saved by the head of a last stage for each waiting backward pass.
         in_block: Additionally in use in a block at most.
         at_last: Additionally in use at the head of a last stage at most.
         at_ends: Additionally in use at the ends of an unstaged model at most.
-        moved: Moved off the device by a block.
     """
 
     block: float
     stage: float
+    head: float
     in_block: float
     at_last: float
     at_ends: float
-    moved: float
 
 
 _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
@@ -118,11 +118,15 @@ _MICRO_BATCHES = 2 * _RANKS
 _FEW, _MANY = 256, 512
 
 
-# Four stages, split by layers.
-_STAGED = AxisChoice(
-    factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=STAGES),),
-    changes=(("pipeline", PipelineSpec(schedule=ScheduleName.ONE_F_ONE_B, split=SplitBy.LAYERS)),),
-)
+def _in_stages(schedule: ScheduleName) -> AxisChoice:
+    """Return a pipeline of four stages, split by layers."""
+    return AxisChoice(
+        factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=STAGES),),
+        changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
+    )
+
+
+_STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
 
 
 def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
@@ -142,10 +146,10 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     alone = Activity(
         block=block,
         stage=0.0,
+        head=0.0,
         in_block=ends,
         at_last=ends,
         at_ends=ends,
-        moved=(_moved(many) - _moved(few)) / (_MANY - _FEW),
     )
     staged = _predicted(spec, kept, _STAGED, _RANKS)
     if not staged.peak:
@@ -153,10 +157,14 @@ def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     # 1F1B keeps one chunk less on each following rank. Ranks between the ends differ in nothing
     # else, so their difference is the bytes of a chunk.
     second, third, last = (_in_use(staged, stage * spec.world_size) for stage in range(1, _RANKS))
+    waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
     chunk = max(block, float(second - third))
     return replace(
         alone,
         stage=chunk - block,
+        # GPipe runs all forwards first: on the last rank every micro-batch then waits with its
+        # head's tensors. 1F1B has one there.
+        head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
         in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
     )
@@ -183,12 +191,6 @@ def _in_use(estimate: Estimate, rank: int) -> int:
     return max(row.device_bytes for row in rows) - states
 
 
-def _moved(estimate: Estimate) -> int:
-    """Return the bytes of activations off the device, on the rank with most of them."""
-    rows = (row for row in estimate.memory if row.state is State.ACTIVATIONS)
-    return max((row.host_bytes + row.file_bytes for row in rows), default=0)
-
-
 # -- seconds
 
 
@@ -201,43 +203,32 @@ class PassSums:
         block: Of a block.
         behind: After the blocks.
         weights: Part of a block's backward pass for weights only.
-        moved: Time to offload a block's activations, and to fetch them back.
     """
 
     front: tuple[float, float, float]
     block: tuple[float, float, float]
     behind: tuple[float, float, float]
     weights: float
-    moved: tuple[float, float]
 
 
-def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassSums:
+def seconds_of(spec: Spec, work: ModelWork, clock: Clock) -> PassSums:
     """Return the seconds of a spec's computation by a clock.
 
     Args:
         spec: A spec with only axes within a block.
         work: Its computation.
         clock: Its clock.
-        moved: Bytes of activations that a block moves off the device.
     """
     # A middle layer: the first and the last ones may have other kinds, such as dense layers before
     # experts.
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.block_modes(len(work.layers))[middle]
-    out, back = (
-        clock.pace.copy_seconds(copy, int(moved)) if moved else 0.0
-        for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
-    )
-    forward, backward, host = _passes(clock, layer, kept)
-    if kept.tier is Tier.FILE:  # the computing thread writes and reads the file
-        forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
     weights = clock.pass_seconds(layer.weights, operator_hook(kept, Kind.WEIGHT))
     return PassSums(
         front=_passes(clock, work.front, PLAIN),
-        block=(forward, backward, host),
+        block=_passes(clock, layer, kept),
         behind=_passes(clock, work.behind, PLAIN),
         weights=weights.in_a_row(clock.pace),
-        moved=(out, back),
     )
 
 
@@ -312,6 +303,12 @@ class Links:
             return 0.0
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
+
+    @property
+    def interference(self) -> float:
+        """The relative slowdown of compute while a collective runs."""
+        cluster = self.base.cluster
+        return cluster.slowdown_beside_collectives if cluster and not self.is_nominal else 0.0
 
     def host_update(self) -> float:
         """Return the seconds of a host to update one element; infinite if unknown."""

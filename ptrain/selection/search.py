@@ -107,7 +107,7 @@ class ScoredCut:
         """Return the seconds of the passes; None if computation or rates are unknown."""
         spec = kept_so(batched(self.spec, micro, 1), kept)
         try:
-            return seconds_of(spec, self.work(spec), self.clock, micro * self.activity(kept).moved)
+            return seconds_of(spec, self.work(spec), self.clock)
         except UnknownRate:
             return None
 
@@ -155,13 +155,6 @@ class DataRow:
         """The candidate with the smallest peak."""
         assert self.smallest is not None, "a placement that a run came to"
         return self.smallest.scored(self)
-
-    @property
-    def first(self) -> Candidate:
-        """The best candidate that may fit, else the one with the smallest peak."""
-        block = self.best[0][3] if self.best else self.smallest
-        assert block is not None, "a placement that a run came to"
-        return block.candidate(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +223,14 @@ class SearchResult:
 
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
-        for rows in block.groups.values():
+        others, saved = block.levels[0][0], min([level[4] for level in block.levels])
+        for memory, rows in block.groups.items():
             self.counts.scored += len(rows)
+            # Most groups are too large by their states and the activations of the rank that saves
+            # least, and need no peak per rank.
+            floor = memory.lives[0] * others + saved
+            if floor > self.limit and floor >= rows[0].least:
+                continue
             size = block.peak(rows[0])
             for row in rows:
                 if row.smallest is None:
