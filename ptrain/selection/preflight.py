@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
+from itertools import combinations
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -410,7 +411,7 @@ def _shorten(
 class _Search:
     """The search for changes of the spec in `now`. `traced` is the part of that spec that a trace
     depends on; `tried` holds all derived changes, None if rejected or no better; `untraced` has one
-    per kind that was not derived."""
+    per kind that was not derived. `fits_alone`: a single change on the device fits."""
 
     now: Variant
     traced: Spec
@@ -418,37 +419,57 @@ class _Search:
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
+    fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device, then combinations and more ranks if none fits. If fewer
         than `_OFFERED` fit, try offloading."""
         # Single changes first: they are the easiest to apply. Combinations are derived only if none
         # fits.
-        fitting = sum(self._fits(kind, some(self.now.spec)) for kind, some in ON_DEVICE.items())
-        if not fitting:
-            fitting = self._combine(ON_DEVICE)
-        if not (is_on_device := fitting > 0):
+        for kind, choices in ON_DEVICE.items():
+            self._try_all(kind, choices(self.now.spec))
+        if not self._has_fit():
+            self._combine(ON_DEVICE)
+        if not (is_on_device := self._has_fit()):
             self._widen()
-        if fitting < _OFFERED and not (
-            self._fits(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
+        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED and not (
+            self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
         ):
             kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
             self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
         return self._best()
 
     def _best(self) -> tuple[Variant, ...]:
-        """Return the cheapest fitting changes, else the closest."""
+        """Return the cheapest fitting change of each kind, then other fitting ones; else the
+        closest."""
         better = self._better()
         usable = [self.timed(variant) for variant in better if variant.fit.fits is not False]
-        return tuple(sorted(usable, key=_rank)[:_OFFERED] or sorted(better, key=_missing)[:1])
+        if not usable:
+            return tuple(sorted(better, key=_missing)[:1])
+        usable = [variant for variant in usable if not _is_needless(variant, usable)]
+        usable.sort(key=_rank)
+        first = {variant.kinds: variant for variant in reversed(usable)}.values()
+        chosen = [*sorted(first, key=_rank), *(one for one in usable if one not in first)][
+            :_OFFERED
+        ]
+        return tuple(sorted(chosen, key=_rank))
 
     def _better(self) -> list[Variant]:
         return [variant for variant in self.tried.values() if variant]
 
-    def _fits(self, kind: ChangeKind, choices: Iterable[Overrides]) -> bool:
-        """Derive single changes of one kind, the cheapest first, until one fits. Return True if one
-        does."""
-        return any(map(_is_fitting, map(partial(self._try, (kind,)), choices)))
+    def _has_fit(self) -> bool:
+        return any(variant.fit.fits for variant in self._better())
+
+    def _try_all(self, kind: ChangeKind, choices: Iterable[Overrides]) -> bool:
+        """Derive the single changes of one kind, and return True if one fits."""
+        is_fitting = False
+        for said in choices:
+            variant = self._try((kind,), said)
+            is_fitting |= variant is not None and variant.fit.fits is True
+            self.fits_alone |= is_fitting and kind is not ChangeKind.OFFLOAD
+            if is_fitting and kind is ChangeKind.MICRO:
+                break  # a smaller one is slower
+        return is_fitting
 
     def _try(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
         """Return the variant with these overrides, derived once."""
@@ -469,15 +490,18 @@ class _Search:
             if (facts := self._facts_of(after)) is None:
                 self.untraced[kinds] = shlex.join(said)  # keep the last, which is the smallest
                 return None
-            # above this peak a changed spec is no better than the present one
-            room = after.cluster.usable_memory if after.cluster else inf
-            most = room + max(0, now.missing_bytes)
-            memory_fit = fit(after, fullest_alone(after, facts, most))
+            memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))
         except (SpecError, PeakExceeded):
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)
         is_better = memory_fit.fits is not False or variant.missing_bytes < now.missing_bytes
         return variant if is_better and memory_fit.peak_bytes is not None else None
+
+    def _limit(self, after: Spec) -> float:
+        """Return the peak above which a changed spec is no better than the present one. Once a
+        single change on the device fits, only changes that fit are offered."""
+        missing = 0 if self.fits_alone else max(0, self.now.missing_bytes)
+        return after.cluster.usable_memory + missing if after.cluster else inf
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the user's spec with these overrides, and reset dials that conflict with them."""
@@ -499,9 +523,9 @@ class _Search:
         assert facts is not None, "its peak was derived from them"
         return variant._replace(seconds=step_seconds(variant.spec, facts))
 
-    def _combine(self, kinds: Iterable[ChangeKind]) -> bool:
-        """Combine the smallest change of each kind while each lowers the peak, until the sum fits.
-        Return True if it does."""
+    def _combine(self, kinds: Iterable[ChangeKind]) -> None:
+        """Combine the smallest change of each kind while each lowers the peak. If the sum fits,
+        derive combinations of fewer changes until one fits."""
         single = {kind: [v for v in self._better() if v.kinds == (kind,)] for kind in kinds}
         least = sorted((min(some, key=_peak) for some in single.values() if some), key=_peak)
         # Greedy: trying all combinations of all changes would take minutes. Changes of one kind
@@ -511,9 +535,10 @@ class _Search:
             joined = self._join([*chosen, variant])
             if joined and best and _peak(joined) < _peak(best):
                 chosen, best = [*chosen, variant], joined
-            if _is_fitting(joined):
-                return True
-        return False
+        for number in range(2, len(chosen) if best and best.fit.fits else 0):
+            fewer = [self._join(some) for some in combinations(chosen, number)]
+            if any(variant and variant.fit.fits for variant in fewer):
+                return
 
     def _join(self, variants: Iterable[Variant]) -> Variant | None:
         chosen = sorted(variants, key=lambda variant: variant.kinds)
@@ -525,15 +550,25 @@ class _Search:
         for narrow in (self.now, *sorted(self._better(), key=_missing)[:1]):
             kinds = (*narrow.kinds, ChangeKind.RANKS)
             for axis in DATA_AXES:
-                for more in ranks_overrides(narrow.spec, axis):
-                    said = merged(narrow.overrides, more)
-                    if _is_fitting(variant := self.derive(kinds, said)):
-                        self.tried[said] = variant
+                wider = [
+                    *map(partial(merged, narrow.overrides), ranks_overrides(narrow.spec, axis))
+                ]
+                most = self.derive(kinds, wider[-1]) if wider else None
+                if most is not None and not most.fit.fits:
+                    continue  # then fewer do not fit either
+                for said in wider:
+                    variant = self._try(kinds, said)
+                    if variant is not None and variant.fit.fits:
                         return
 
 
-def _is_fitting(variant: Variant | None) -> bool:
-    return variant is not None and variant.fit.fits is True
+def _is_needless(variant: Variant, usable: Iterable[Variant]) -> bool:
+    """Return True if fewer of its overrides fit too, and are no slower."""
+    return any(
+        {*less.overrides} < {*variant.overrides}
+        and (variant.seconds or inf) >= (less.seconds or inf)
+        for less in usable
+    )
 
 
 def _rank(variant: Variant) -> tuple[float, ...]:
