@@ -276,6 +276,7 @@ class WaySeconds:
             self.gather += once * self.held / way.parts(_THETA, degrees)
         if not way.is_near(_GRADS):
             self.reduce += once * layout.gradients.itemsize / way.parts(_GRADS, degrees)
+        self._hook()
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
@@ -303,6 +304,22 @@ class WaySeconds:
             parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
             rest = [not is_in for is_in in shards]
             self.reduce += over(Collective.ALL_REDUCE, rest, reduced / parts)
+
+    def _hook(self) -> None:
+        """Add the time of hooks."""
+        way, pace = self.way, self.links.pace
+        is_flat = way.form is Form.FLAT
+        gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
+        reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
+        if way.form in REPLICAS:
+            reduce = Hook.DDP_BUCKET
+        is_sent = bool(self.degrees) and way.form is not Form.LOCAL
+        self.hooks = (
+            way.is_brought * pace.hook_seconds(gather),
+            is_sent * pace.hook_seconds(reduce),
+        )
+        if not pace.overlaps:  # on CPU hooks run between operators, so their time adds up
+            self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
 
     @cached_property
     def copied(self) -> float:
@@ -344,7 +361,12 @@ class WaySeconds:
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
         seconds = flow.computing + waits + flow.idle + update + held * self.copied
-        return max(seconds, flow.issued)
+        if not flow.issued:
+            return seconds
+        hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
+        # the root is one unit, however large, unless buckets decide
+        calls = every if way.is_bucket else units + (flow.root > 0)
+        return max(seconds, flow.issued + calls * hooks)
 
 
 # Rounds of as many micro-batches as ranks, from which on more micro-batches add no idle time.

@@ -424,12 +424,10 @@ class _Search:
         than `_OFFERED` fit, try offloading."""
         # Single changes first: they are the easiest to apply. Combinations are derived only if none
         # fits.
-        fitting = sum(self._fits(kind, some(self.now.spec)) for kind, some in ON_DEVICE.items())
-        if not fitting:
-            fitting = self._combine(ON_DEVICE)
-        if not (is_on_device := fitting > 0):
+        fitting = sum(self._fits(kind, of(self.now.spec)) for kind, of in ON_DEVICE.items())
+        if not (is_on_device := fitting > 0 or self._combine(ON_DEVICE)):
             self._widen()
-        if fitting < _OFFERED and not (
+        if sum(map(_is_fitting, self._better())) < _OFFERED and not (
             self._fits(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
         ):
             kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
@@ -437,18 +435,23 @@ class _Search:
         return self._best()
 
     def _best(self) -> tuple[Variant, ...]:
-        """Return the cheapest fitting changes, else the closest."""
+        """Return the cheapest fitting change of each kind, then other fitting ones; else the
+        closest."""
         better = self._better()
         usable = [self.timed(variant) for variant in better if variant.fit.fits is not False]
-        return tuple(sorted(usable, key=_rank)[:_OFFERED] or sorted(better, key=_missing)[:1])
+        usable.sort(key=_rank)
+        first = {variant.kinds: variant for variant in reversed(usable)}
+        usable.sort(key=lambda variant: first[variant.kinds] is not variant)
+        return tuple(sorted(usable[:_OFFERED], key=_rank) or sorted(better, key=_missing)[:1])
 
     def _better(self) -> list[Variant]:
         return [variant for variant in self.tried.values() if variant]
 
     def _fits(self, kind: ChangeKind, choices: Iterable[Overrides]) -> bool:
-        """Derive single changes of one kind, the cheapest first, until one fits. Return True if one
-        does."""
-        return any(map(_is_fitting, map(partial(self._try, (kind,)), choices)))
+        """Derive the single changes of one kind, and return True if one fits."""
+        variants = map(partial(self._try, (kind,)), choices)
+        # of micro-batches, those that are smaller than one that fits are slower
+        return any(map(_is_fitting, variants if kind is ChangeKind.MICRO else [*variants]))
 
     def _try(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
         """Return the variant with these overrides, derived once."""

@@ -45,7 +45,7 @@ def require_true(variant: Variant, name: str, *words: str) -> None:
 def test_recomputation_is_the_first_advice_for_a_model_that_is_a_little_too_large():
     first, *_ = variants = advice_for("zero3", *LLAMA_8B).variants
     assert first.overrides[0] == "activations=M" and first.kinds == (ChangeKind.RECOMPUTE,)
-    assert variants[1].kinds == (ChangeKind.LAYOUT,) and len(variants) == 3
+    assert [*variants[-1].kinds] == [ChangeKind.LAYOUT] and len(variants) == 3
     for variant in variants:
         time = "unknown" if variant.seconds is None else format_seconds(variant.seconds)
         assert variant.fit.fits and (variant.seconds or ChangeKind.OFFLOAD in variant.kinds)
