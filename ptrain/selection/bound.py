@@ -275,6 +275,7 @@ class WaySeconds:
             self.gather += self._copy_seconds(_THETA, self.held)
         if not way.is_near(_GRADS):
             self.reduce += self._copy_seconds(_GRADS, layout.gradients.itemsize)
+        self._hook()
 
     def _copy_seconds(self, state: State, itemsize: int) -> float:
         """Return the seconds that a rank copies its part of a unit in one direction."""
@@ -309,6 +310,22 @@ class WaySeconds:
             parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
             rest = [not is_in for is_in in shards]
             self.reduce += over(Collective.ALL_REDUCE, rest, reduced / parts)
+
+    def _hook(self) -> None:
+        """Add the time of hooks."""
+        way, pace = self.way, self.links.pace
+        is_flat = way.form is Form.FLAT
+        gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
+        reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
+        if way.form in REPLICAS:
+            reduce = Hook.DDP_BUCKET
+        is_sent = bool(self.degrees) and way.form is not Form.LOCAL
+        self.hooks = (
+            way.is_brought * pace.hook_seconds(gather),
+            is_sent * pace.hook_seconds(reduce),
+        )
+        if not pace.overlaps:  # on CPU hooks run between operators, so their time adds up
+            self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
 
     @cached_property
     def copied(self) -> float:
@@ -350,7 +367,12 @@ class WaySeconds:
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
         seconds = flow.computing + waits + flow.idle + update + held * self.copied
-        return max(seconds, flow.issued)
+        if not flow.issued:
+            return seconds
+        hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
+        # the root is one unit, however large, unless buckets decide
+        calls = every if way.is_bucket else units + (flow.root > 0)
+        return max(seconds, flow.issued + calls * hooks)
 
 
 # Rounds of as many micro-batches as ranks, from which on more micro-batches add no idle time.
