@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 370,
     "ptrain/report": 2390,
     "ptrain/runtime": 1000,
-    "ptrain/selection": 2650,
+    "ptrain/selection": 2660,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4060,
     "ptrain/steps": 470,
