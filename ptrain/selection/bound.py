@@ -264,7 +264,7 @@ class WaySeconds:
         self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
-        self.gather = self.reduce = 0.0  # of a unit
+        self.gather = self.reduce = self.spread = 0.0  # of a unit
         share = sizes.experts / sizes.block
         self._send(degrees, within, self.unit * (1 - share))
         if share:
@@ -286,8 +286,7 @@ class WaySeconds:
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
         """Add the communication for `size` parameters of a unit. Shards are reduced first, so
-        replicas sum only a shard. Left out is what flat units send once per step: sums of what no
-        rank's gradients shard, and the all-gather after an update."""
+        replicas sum only a shard. Left out are sums that flat units make once per step."""
         way, held, reduced = self.way, self.held * size, self.reduced * size
         theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
         if way.form is Form.LOCAL or not degrees:
@@ -303,6 +302,9 @@ class WaySeconds:
 
         if way.is_brought:
             self.gather += over(Collective.ALL_GATHER, omega if way.is_made else theta, held)
+        else:
+            later = [o and not t for o, t in zip(omega, theta, strict=True)]
+            self.spread += over(Collective.ALL_GATHER, later, held / way.parts(_THETA, degrees))
         is_flat = way.form is Form.FLAT and any(grads)
         shards = grads if is_flat else [o or g for o, g in zip(omega, grads, strict=True)]
         self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced)
@@ -367,9 +369,11 @@ class WaySeconds:
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
         seconds = flow.computing + waits + flow.idle + update + held * self.copied
+        seconds += self.spread * every
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
+        hooks += (self.spread > 0) * pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
         calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)
