@@ -24,8 +24,8 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51440,
-    "ptrain/activations": 420,
+    "ptrain": 51460,
+    "ptrain/activations": 410,
     "ptrain/algebra": 280,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1790,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4940,
+    "ptrain/derivation": 4930,
     "ptrain/facts": 820,
     "ptrain/internals": 480,
     "ptrain/interpreter": 1080,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 370,
     "ptrain/report": 2430,
     "ptrain/runtime": 1000,
-    "ptrain/selection": 2640,
+    "ptrain/selection": 2680,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4090,
     "ptrain/steps": 470,

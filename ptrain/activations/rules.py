@@ -60,17 +60,15 @@ def missing_block_faults(spec: Spec, num_blocks: int) -> Iterator[Fault]:
     for first, last, _ in spec.activations.by_block:
         if max(first, last or 0) < num_blocks:
             continue
-        shown = f"block {first}" if first == last else f"blocks {first}-{_range_end_text(last)}"
+        shown = (
+            f"block {first}" if first == last else f"blocks {first}-{'' if last is None else last}"
+        )
         end = num_blocks - 1
         yield Fault(
             place="activations",
             finding=f"{shown}, but the model has {num_blocks}, from 0 to {end}",
             remedy=f'Use ranges within 0-{end}; "{min(first, end)}-" ends at the last block.',
         )
-
-
-def _range_end_text(last: int | None) -> str:
-    return "" if last is None else str(last)
 
 
 def _block_range_faults(spec: Spec) -> Iterator[Fault]:

@@ -48,12 +48,12 @@ class LocatedSpec(Protocol):
 
 def check(spec: Spec) -> tuple[Fault, ...]:
     """Return a fault for every violated rule."""
-    return tuple(_iter_faults(spec))
+    return tuple(fault for faults in LEGALITY_CHECKS for fault in faults(spec))
 
 
 def find_unsupported(spec: Spec) -> tuple[Fault, ...]:
     """Return a fault for every part of `spec` that is legal but not supported yet."""
-    return tuple(_iter_unsupported(spec))
+    return tuple(fault for faults in SUPPORT_CHECKS for fault in faults(spec))
 
 
 def is_sound(spec: Spec) -> bool:
@@ -67,14 +67,6 @@ def breaks_none(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
         for _ in faults(spec):
             return False
     return True
-
-
-def _iter_faults(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in LEGALITY_CHECKS for fault in faults(spec))
-
-
-def _iter_unsupported(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in SUPPORT_CHECKS for fault in faults(spec))
 
 
 def require_runnable(document: LocatedSpec) -> Spec:

@@ -42,7 +42,7 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run
 
 Turns = tuple[tuple[int, int], ...]  # indices of blocks, and how many blocks each represents
 
@@ -407,25 +407,6 @@ def _loss_head(setting: Setting, place: Place, layers: int) -> LossHead | None:
     if not blocks.block_passes(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
     return head._replace(forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
-
-
-def model_timeline(
-    setting: Setting, played: Representatives | None = None, kept: tuple[ActivationMode, ...] = ()
-) -> Timeline:
-    """Return the timeline of one micro-batch of a full model.
-
-    Args:
-        setting: The setting of the tables.
-        played: The simulated units. By default one unit for each block, and the root.
-        kept: How each block keeps its activations. By default as autograd does.
-    """
-    numbers = tuple(str(block) for block in range(setting.shape.layers))
-    units: Units = (*((f"blocks.{number}",) for number in numbers), ("",))
-    turns: Turns = tuple((block, 1) for block in range(len(numbers)))
-    if played is not None:
-        units, turns = played.modules, played.turns
-    kept = kept or (PLAIN,) * len(numbers)
-    return _setting_passes(setting, Place.ALONE, numbers, kept, units, turns).timeline
 
 
 def is_tabulated(spec: Spec) -> bool:

@@ -125,10 +125,6 @@ class GhostRuntime:
         self.reader = reader
         self._degrees, self._places = degrees, places
 
-    def with_coordinates(self, places: Mapping[Axis, int]) -> GhostRuntime:
-        """Return the runtime of the rank at other coordinates."""
-        return GhostRuntime(self.reader, self._degrees, places)
-
     def degree(self, axis: Axis) -> int:
         return self._degrees[axis]
 

@@ -9,13 +9,13 @@ import pytest
 
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import model_timeline
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from tests.pure.build import ODD_SHAPE, setting
 from tests.saved_tensors import saved_bytes, torch_version
+from tests.timelines import model_timeline
 
 LLAMA_8B = ModelShape(
     family=Family.LLAMA,

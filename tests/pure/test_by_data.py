@@ -11,7 +11,6 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import model_timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
@@ -26,6 +25,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.heading import preflight_lines
 from tests.pure.build import setting
+from tests.timelines import model_timeline
 
 WHO = "h.0.moe and 1 more module select by data (nonzero)"
 SPEC = require_runnable(load("zero3", ["model={preset: llama-tiny}"]))

@@ -12,7 +12,7 @@ from ptrain.cost import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import is_tabulated, model_timeline
+from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
@@ -20,6 +20,7 @@ from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.load import load
 from tests.oracles.context import gathered_bytes, keys_and_values, layer_exchange
 from tests.saved_tensors import saved_bytes
+from tests.timelines import model_timeline
 
 HYBRID = {"ulysses": 2, "ring": 4}
 WAYS = ("ring", "zigzag", "all-gather", "ulysses", HYBRID)

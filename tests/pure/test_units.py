@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.layers import all_represented
 from ptrain.facts.parameters import facts
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import ODD_SHAPE, setting
+from tests.timelines import model_timeline
 
 GPT = ModelShape(
     family=Family.GPT, layers=5, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=97, tied=True
@@ -33,7 +33,7 @@ def text(shape: ModelShape) -> str:
 
 def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
     played = all_represented(facts(shape, 8, size).units, shape.layers)
-    return layer_tables.model_timeline(setting(shape), played)
+    return model_timeline(setting(shape), played)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

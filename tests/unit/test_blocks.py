@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ptrain.derivation import blocks
-from ptrain.derivation import layers as layer_tables
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
@@ -22,6 +21,7 @@ from ptrain.timeline import Run, Timeline
 from ptrain.traces.rank_part import RankPart
 from tests.pure.build import ODD_SHAPE, setting
 from tests.saved_tensors import saved_bytes
+from tests.timelines import model_timeline
 from tests.unit.shapes import SMALL_GPT
 
 VARIANTS = dict(blocks.VARIANTS)
@@ -85,7 +85,7 @@ def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape,
     for batch, sequence in ((2, 16), (1, 9)):
         found = trace_blocks(shape, kept, compute, batch, sequence)
         whole = setting(shape, compute, batch=batch, sequence=sequence)
-        derived = layer_tables.model_timeline(whole, kept=kept)
+        derived = model_timeline(whole, kept=kept)
         assert saved_bytes(derived) == saved_bytes(found)
         assert sorted(derived.moved) == sorted(found.moved)
         assert max(levels(derived.forward)) == max(levels(found.forward))

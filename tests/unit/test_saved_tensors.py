@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.layers import model_timeline
 from ptrain.derivation.tables import Monomial, Setting, monomials
 from ptrain.models.trace import StorageAllocated
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
@@ -21,6 +20,7 @@ from ptrain.traces.block_tables import LAYERS, CodedTrace, trace_model, with_lay
 from ptrain.traces.settings import TableWriter, settings, symbols
 from tests.pure.build import ODD_SHAPE, setting
 from tests.saved_tensors import saved_bytes, saved_storages
+from tests.timelines import model_timeline
 
 LLAMA_8B = ModelShape(
     family=Family.LLAMA,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ptrain.cost import Phase, State
-from ptrain.derivation.layers import model_timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
@@ -26,6 +25,7 @@ from ptrain.traces.facts import facts_of, module_facts, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.saved_tensors import saved_bytes
+from tests.timelines import model_timeline
 from tests.unit.shapes import SHAPES, SMALL_GPT, trace_shape
 from tests.unit.test_memory import Holder
 

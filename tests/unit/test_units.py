@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.layers import all_represented
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
@@ -23,6 +22,7 @@ from ptrain.traces.facts import module_facts
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.pure.test_units import SIZES
+from tests.timelines import model_timeline
 from tests.unit.shapes import SHAPES, SMALL_GPT, trace_shape
 
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
@@ -57,7 +57,7 @@ def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
 def test_a_table_gives_the_trace_with_hooks_on_these_units_to_the_byte(shape, size, compute):
     seen = trace_shape(shape, TORCH[compute], size)
     played = all_represented(facts(shape, 16, size).units, shape.layers)
-    derived = layer_tables.model_timeline(setting(shape, compute, sequence=16), played)
+    derived = model_timeline(setting(shape, compute, sequence=16), played)
     assert derived.forward == seen.forward
     assert derived.backward == seen.backward
 
