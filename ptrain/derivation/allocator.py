@@ -129,7 +129,14 @@ class CachingAllocator:
         self._held: dict[int, tuple[AllocatorEvent, int, int]] = {}
 
     def run(self, event: AllocatorEvent) -> None:
-        """Execute an event: allocate, or free the block of its key."""
+        """Execute an event: allocate, or free the block of its key.
+
+        Args:
+            event: An allocation if its size in bytes is positive, else the free of its key.
+
+        Raises:
+            KeyError: The event frees a key without a block.
+        """
         if event.size > 0:
             self._held[event.key] = event, *self._pool(event).allocate(event.size)
             self._live[event.stream] += event.size
@@ -189,7 +196,11 @@ class Pool:
         self._ends: dict[int, int] = {}  # end to address
 
     def allocate(self, requested: int) -> tuple[int, int]:
-        """Return the address and the size of a block of at least `requested` bytes."""
+        """Return the address and the size of a block of at least `requested` bytes.
+
+        Args:
+            requested: Bytes of the allocation, before the allocator rounds them.
+        """
         size = -(-requested // _ROUNDED) * _ROUNDED
         address, block = self._take_fitting(size) or self._grow(size)
         # `should_split`: a remainder of a large block that is no larger than kSmallSize would fit
@@ -201,7 +212,12 @@ class Pool:
         return address, block
 
     def release(self, address: int, size: int) -> None:
-        """Free a block and merge it with the free blocks next to it."""
+        """Free a block and merge it with the free blocks next to it.
+
+        Args:
+            address: Address of the block, as `allocate` returned it.
+            size: Bytes of the block, as `allocate` returned them, not the requested bytes.
+        """
         if address in self._ends:
             address = self._ends[address]
             size += self._remove(address)

@@ -34,13 +34,36 @@ Table = dict[str, Any]
 
 
 def read_table(part: TablePart, name: str) -> Table:
-    """Return a full table by way. Raises KeyError if the archive has no table of this name."""
+    """Return a full table by way.
+
+    Args:
+        part: The kind of table.
+        name: The table's name in the archive.
+
+    Returns:
+        The decoded JSON of each way.
+
+    Raises:
+        KeyError: The archive has no table of this name.
+    """
     return {way: read(part, name, way) for way in _lines(part, name)}
 
 
 @cache
 def read(part: TablePart, name: str, way: str) -> Any:
-    """Return one way of a table. Raises KeyError if the table or the way does not exist."""
+    """Return one way of a table.
+
+    Args:
+        part: The kind of table.
+        name: The table's name in the archive.
+        way: The line of the table, such as the sharding of operators (`Setting.way`).
+
+    Returns:
+        The decoded JSON. It is cached and shared, so do not change it.
+
+    Raises:
+        KeyError: The table or the way does not exist.
+    """
     return json.loads(_lines(part, name)[way])
 
 
@@ -69,6 +92,10 @@ def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> N
     """Write these tables, and no others, to an archive.
 
     The new file replaces `path` only when it is complete.
+
+    Args:
+        tables: Each table's content by (part, name).
+        path: The archive. Default: the committed archive.
     """
     from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 

@@ -145,7 +145,19 @@ def _on_host(kept: ActivationMode) -> ActivationMode:
 
 @cache
 def block_passes(setting: Setting, kept: ActivationMode, attention: Attention) -> BlockPasses:
-    """Return the passes of one block. Raises KeyError if no table has them."""
+    """Return the passes of one block.
+
+    Args:
+        setting: The model and its dimensions on one rank. With `context`, attention runs over cp.
+        kept: How the block keeps its activations.
+        attention: The attention implementation. Not used with context parallelism.
+
+    Returns:
+        Forward and backward events, with sizes in bytes.
+
+    Raises:
+        KeyError: No table has the block.
+    """
     if setting.context is not None:
         return _context_block(setting, setting.context, kept)
     evaluated = evaluate_table(TablePart.BLOCK, setting)
@@ -240,7 +252,12 @@ def block_operations(setting: Setting, kept: ActivationMode, scores: int) -> dic
 
 def moved_storages(setting: Setting, kept: Sequence[ActivationMode]) -> tuple[tuple[str, int], ...]:
     """Return the (tier, bytes) of every storage that the blocks' forward passes move off the
-    device."""
+    device.
+
+    Args:
+        setting: The model and its dimensions on one rank.
+        kept: The activation mode of each block, first to last.
+    """
     setting = setting.without_context  # over cp only the input moves (`_is_moved_known`)
     return tuple(
         (mode.tier.value, size)
@@ -254,7 +271,12 @@ def repeated_collectives(
     setting: Setting, kept: Sequence[ActivationMode]
 ) -> tuple[tuple[str, int], ...]:
     """Return the (collective, bytes of the full tensor) that the blocks' backward passes repeat
-    over tp."""
+    over tp.
+
+    Args:
+        setting: The model and its dimensions on one rank.
+        kept: The activation mode of each block, first to last.
+    """
     setting = setting.without_context  # `axes.context.cost` counts the traffic of cp
     return tuple(
         (collective.value, size)

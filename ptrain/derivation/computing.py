@@ -98,7 +98,15 @@ def work_of_stage(
 
 
 def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
-    """Return the names of a model's layers. Built-in models have `blocks.0` and so on."""
+    """Return the names of a model's layers.
+
+    Args:
+        blocks: The names of the layers of a traced model. Empty for built-in models.
+        work: The work of the full model, which has the number of layers.
+
+    Returns:
+        `blocks`, or `blocks.0`, `blocks.1` and so on if it is empty.
+    """
     return blocks or [f"blocks.{number}" for number in range(len(work.layers))]
 
 
@@ -158,7 +166,11 @@ class ActivationMoves:
         self.coming: list[Arrival] | None = None
 
     def leave(self, unit: int) -> None:
-        """Copy a unit's activations off the device at the end of its forward pass."""
+        """Copy a unit's activations off the device at the end of its forward pass.
+
+        Args:
+            unit: Index of the unit in the stage. A unit without moved activations is ignored.
+        """
         for tier, size in self.moved.get(unit, ()):
             arrival = self.clock.copy(COPIES[tier][0], size)
             if tier is Tier.FILE:
@@ -242,7 +254,14 @@ class Computing(Marks):
 
 
 def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
-    """Simulate a pass on the tape, with the model's compute if there is a clock."""
+    """Simulate a pass on the tape, with the model's compute if there is a clock.
+
+    Args:
+        items: The timeline of the pass.
+        tape: Counts memory, and time if it has a clock.
+        wrap: Receives the boundaries of units and the completed gradients.
+        score: The compute of the pass. None simulates only memory and the wrap's communication.
+    """
     if score is None or tape.clock is None:
         play_items(items, tape, wrap)
         return
@@ -252,7 +271,13 @@ def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore |
 
 
 def play_items(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
-    """Simulate timeline items: memory on the tape, marks and gradients in the wrap."""
+    """Simulate timeline items: memory on the tape, marks and gradients in the wrap.
+
+    Args:
+        items: The timeline. Repeated items are executed once and counted several times.
+        tape: Counts the bytes of each run of allocations.
+        wrap: Receives the boundaries of units and the completed gradients.
+    """
     at = {
         Mark.ENTER: wrap.enter,
         Mark.LEAVE: wrap.leave,

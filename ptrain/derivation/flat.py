@@ -74,7 +74,15 @@ class NormedViews:
         return kinds
 
     def by_operator(self, kind: int, clip: Clip) -> list[list[int]]:
-        """Return the elements of all views of a kind of shard, by group of the norm."""
+        """Return the elements of all views of a kind of shard, by group of the norm.
+
+        Args:
+            kind: A number that `shard_kinds` returned.
+            clip: The clipping step, which defines the groups.
+
+        Returns:
+            For each group, the elements of each view.
+        """
         of_kinds, whole = self._views[kind], len(clip.groups) - 1
         groups: list[list[int]] = [[] for _ in clip.groups]
         for number, cut_over in zip(self._number_of, self._cut_over, strict=True):
@@ -180,7 +188,10 @@ class GhostMembers:
     def write_gradient(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
         """Copy a gradient into the buffer, or fill its place with zeros if there is none.
 
-        With `is_bound`, the gradient becomes a view of the buffer.
+        Args:
+            index: The tensor's index in the unit.
+            whole: The full buffer.
+            is_bound: True if the gradient becomes a view of the buffer.
         """
         gradient = self._gradients.pop(index, None)
         size = math.prod(self.shapes[index]) * whole.dtype.itemsize
@@ -193,7 +204,12 @@ class GhostMembers:
             self._bound[index] = whole
 
     def add_gradient(self, index: int, whole: Ghost) -> None:
-        """Copy a gradient, if there is one, into the buffer."""
+        """Copy a gradient, if there is one, into the buffer.
+
+        Args:
+            index: The tensor's index in the unit.
+            whole: The full buffer.
+        """
         if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
             self._reader.record_operator(OperatorKind.COPY, whole.dtype, size)
@@ -205,7 +221,12 @@ class GhostMembers:
 
     def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
-        cloned."""
+        cloned.
+
+        Args:
+            index: The tensor's index in the unit.
+            gradient: The gradient, with its size in bytes.
+        """
         self._reader.record_allocation(wrapping.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype

@@ -46,6 +46,11 @@ def host_seconds(cluster: Cluster | None, size: int, ranks: int) -> float:
     """Return the seconds for each of `ranks` ranks of a node to read and write `size` bytes of host
     memory.
 
+    Args:
+        cluster: The cluster, or None if the spec has none.
+        size: Bytes that each rank reads and writes, in total.
+        ranks: Ranks on the node, which share its memory bandwidth.
+
     Raises:
         UnknownRate: The bandwidth of the host's memory is unknown.
     """
@@ -99,6 +104,13 @@ class Network:
         ranks of it.
 
         The number of nodes is the maximum over all such groups.
+
+        Args:
+            axes: Names of axes, in the order of the mesh.
+            neighbours: Number of consecutive ranks. None selects the full group.
+
+        Returns:
+            The number of ranks and the number of nodes that they span.
         """
         members, _ = _group_ranks(self._degrees, axes)
         number = neighbours or len(members)
@@ -180,8 +192,14 @@ class Link(NamedTuple):
 def axis_link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
     """Return the link of an axis in the `exact` column's traffic.
 
-    Only calls over this axis alone count. The result is None without a cluster, or if the axis has
-    one rank.
+    Args:
+        spec: The spec. Its cluster gives the latency and the bandwidth.
+        traffic: Rows of the `exact` column. Only calls over `axis` alone count.
+        axis: The axis of the mesh.
+
+    Returns:
+        Calls, hops and bytes of one step, and their seconds without overlap. None without a
+        cluster, or if the axis has one rank.
     """
     cluster, ranks = spec.cluster, spec.degree(axis)
     if cluster is None or ranks == 1:
@@ -323,7 +341,12 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
 
 
 def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
-    """Return the bytes that gloo sends over `axes`: the mean over ranks, rounded up."""
+    """Return the bytes that gloo sends over `axes`: the mean over ranks, rounded up.
+
+    Args:
+        exact: The `exact` column.
+        axes: Names of axes. Only calls over exactly these axes count.
+    """
     kinds = exact.by_rank()
     rows = [row for rows in kinds for row in _steady_rows(rows) if row.key.axes == axes]
     total = sum(row.sent_bytes * gloo_factor(row) for row in rows) / Fraction(len(kinds))

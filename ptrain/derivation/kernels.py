@@ -61,7 +61,11 @@ class Statistics(NamedTuple):
     beside: int
 
     def gpu_bytes(self, size: int) -> int:
-        """Return the bytes that replace the `size` bytes of a CPU kernel."""
+        """Return the bytes that replace the `size` bytes of a CPU kernel.
+
+        Args:
+            size: Bytes of the CPU kernel's statistics, a multiple of `sequence`.
+        """
         # A CPU kernel keeps the statistics of all tokens, so `size` is a multiple of the sequence.
         padded = ceil_div(self.sequence, self.rows) * self.rows
         return size // self.sequence * padded + self.beside
@@ -82,6 +86,9 @@ class FusedAttention(NamedTuple):
     def kernel(self, sm: int | None) -> str | None:
         """Return the kernel that torch selects on GPUs of compute capability `sm`.
 
+        Args:
+            sm: The compute capability as an integer, such as 90. None if it is unknown.
+
         Returns:
             The kernel's name. None if torch selects no kernel, or the table does not have `sm`.
         """
@@ -97,7 +104,11 @@ class FusedAttention(NamedTuple):
         return None
 
     def statistics(self, sm: int | None) -> Statistics | None:
-        """Return the statistics that the kernel keeps, or None if there is no known kernel."""
+        """Return the statistics that the kernel keeps, or None if there is no known kernel.
+
+        Args:
+            sm: The compute capability as an integer, such as 90. None if it is unknown.
+        """
         if (kernel := self.kernel(sm)) is None:
             return None
         return Statistics(self.sequence, *_read_table("kernels")[kernel])
@@ -107,6 +118,9 @@ class FusedAttention(NamedTuple):
         head_dim.
 
         The head_dim is then a multiple that kernels accept, so that nothing is padded.
+
+        Args:
+            sm: The compute capability as an integer, such as 90. None if it is unknown.
         """
         is_known = sm in capabilities() and self.sequence > 1
         return is_known and self.head_dim % HEAD_DIM_MULTIPLE == 0 and self.kernel(sm) is None
@@ -115,6 +129,9 @@ class FusedAttention(NamedTuple):
         """Return True if torch selects a kernel on GPUs of compute capability `sm`.
 
         If the table does not have `sm`, return True if any of its capabilities has a kernel.
+
+        Args:
+            sm: The compute capability as an integer, such as 90. None if it is unknown.
         """
         of_these = (sm,) if sm in capabilities() else capabilities()
         return any(self.kernel(capability) is not None for capability in of_these)
@@ -209,6 +226,10 @@ def leaves_device(spec: Spec) -> bool:
 def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
     """Return the statistics that a built-in model's attention of `tokens` tokens keeps on a spec's
     GPUs.
+
+    Args:
+        spec: The spec.
+        tokens: Tokens of a sample in one call, before the kernel pads them.
 
     Returns:
         The statistics. None if the size is that of a CPU kernel or unknown.
@@ -319,7 +340,13 @@ def _unknown_kernel_reason(spec: Spec, facts: ModelFacts) -> str:
 def kernel_warnings(
     spec: Spec, unclaimed: Mapping[str, str], undefined: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a warning for each figure that is given but not claimed, with its source."""
+    """Yield a warning for each figure that is given but not claimed, with its source.
+
+    Args:
+        spec: The spec, for its devices and its attention.
+        unclaimed: Reasons by kind of figure, as `unclaimed_figures` returns them.
+        undefined: Reasons by kind of figure. A figure in it has no value and needs no warning.
+    """
     sm = spec.sm
     is_peak_known = "peak" not in undefined
     if spec.is_for_cuda and may_be_fused(spec) and sm not in capabilities() and is_peak_known:
@@ -425,6 +452,10 @@ def sum_of_rows(rows: int, columns: int) -> int:
 
     If there are so many rows that several thread blocks sum a column, their partial sums are kept
     in fp32. The elements have at most 32 bits.
+
+    Args:
+        rows: Rows of the matrix, which are summed.
+        columns: Elements of each row.
     """
     # `setReduceConfig` of Reduce.cuh, for the reduction of the slowest dimension: outputs are
     # vectorized by up to 4, blocks are sized to powers of two, and blocks share a sum if each would

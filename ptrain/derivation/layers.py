@@ -67,7 +67,12 @@ class Representatives(NamedTuple):
 
 
 def all_represented(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
-    """Return every unit of a model with `blocks` blocks, each representing only itself."""
+    """Return every unit of a model with `blocks` blocks, each representing only itself.
+
+    Args:
+        units: The units of the model.
+        blocks: The number of blocks.
+    """
     return Representatives(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
 
 
@@ -111,6 +116,10 @@ class BlockKind(NamedTuple):
 def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
     """Return the kind of each of these blocks.
 
+    Args:
+        spec: The spec.
+        blocks: Module names that end with the block's number, such as `blocks.3`.
+
     Returns:
         The kinds. None if blocks of one kind may still differ: for models that are not built in,
         and if a unit has several blocks.
@@ -126,8 +135,13 @@ def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | No
 def played_places(kinds: Sequence[Hashable], apart: int) -> Turns:
     """Return the simulated places, each with the number of places it represents.
 
-    In each row of equal kinds, the first and the last `apart` places represent themselves, and one
-    place represents all between them.
+    Args:
+        kinds: The kind of each place. Consecutive equal kinds form a row.
+        apart: Places at the start and at the end of each row that represent only themselves. One
+            place represents all between them.
+
+    Returns:
+        (place, number of places) in order. The numbers add up to the number of kinds.
     """
     places: list[tuple[int, int]] = []
     start = 0
@@ -290,7 +304,13 @@ def places_of(units: Units) -> Places:
 
 
 def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
-    """Append items, and merge adjacent runs into one unless the items are repeated."""
+    """Append items, and merge adjacent runs into one unless the items are repeated.
+
+    Args:
+        items: The list that is extended in place.
+        more: Items to append. They are consumed.
+        times: Repetitions. Above 1, the items become one `Repeated` item.
+    """
     if times > 1:
         items.append(Repeated(times, tuple(more)))
         return
@@ -304,7 +324,12 @@ def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> Non
 def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
     """Yield a template's items for the block of this number.
 
-    Boundaries of modules that bound no unit are dropped.
+    Args:
+        template: Runs, (mark, pattern) pairs and (pattern, sizes) of gradients. `*` in a pattern is
+            the block's number.
+        number: The block's number, as text.
+        places: The index of the unit that each boundary of a module bounds. Boundaries that are not
+            in it are dropped.
     """
     for item in template:
         if isinstance(item, Run):
@@ -373,8 +398,18 @@ def _setting_passes(
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
-    """Return the (tier, bytes) that a micro-batch moves off the device, and the (collective, bytes)
-    that backward repeats, on a built-in model's stage."""
+    """Return the bytes that a micro-batch moves off the device, and the collectives that backward
+    repeats, on a built-in model's stage.
+
+    Args:
+        spec: The spec.
+        stage: The stage.
+        cut: The rank's part of each layer and of the sample.
+
+    Returns:
+        (tier, bytes) for each moved storage, and (collective, bytes of the full tensor) for each
+        repeated call.
+    """
     numbers, kept = _layers_of(spec, stage)
     layers = LayerPasses(setting_of(spec, cut), Place.MIDDLE, numbers, kept)
     return layers.moved, layers.repeated

@@ -69,13 +69,20 @@ class StepTiming(NamedTuple):
         """Return the clock of a rank at this place along the cutting axes.
 
         Without a pipeline, the clock of the first place records spans.
+
+        Args:
+            index: The place along the cutting axes, from 0.
         """
         clock = self.clock.for_other_rank()
         clock.spans = self.spans if index == 0 and self.schedule.ranks == 1 else None
         return clock
 
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
-        """Return the start and end of actions that take these seconds."""
+        """Return the start and end of actions that take these seconds.
+
+        Args:
+            seconds: Duration of each action of the schedule.
+        """
         overlaps = self.clock.pace.overlaps
         # On a CPU the sender's cores copy the message. Its time is part of the action already
         # (`sends`).
@@ -117,7 +124,18 @@ class StepTiming(NamedTuple):
         units: Sequence[UnitFacts],
         passes: Passes,
     ) -> dict[Kind, PassScore]:
-        """Return the compute of each kind of pass of a stage, on the ranks at this place."""
+        """Return the compute of each kind of pass of a stage, on the ranks at one place.
+
+        Args:
+            stage: The stage.
+            index: The place along the cutting axes, from 0.
+            played: The units that represent equal ones. None if each unit is simulated.
+            units: The units that are simulated.
+            passes: The timelines of the stage, and the (tier, bytes) that a forward pass moves.
+
+        Returns:
+            The compute by kind. Kinds that the schedule does not run are left out.
+        """
         kinds = _pass_kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
@@ -164,6 +182,12 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     ends.
 
     The slowest rank at a place along pp represents all ranks at that place.
+
+    Args:
+        schedule: The pipeline schedule. It has one rank without pp.
+        ranks: The simulated ranks. The slowest rank at a place along pp represents all ranks at
+            that place.
+        timing: The timing of the step. Its `spans`, if any, are extended.
     """
     if schedule.ranks == 1:
         return max((rank.clock.step_time() for rank in ranks), key=attrgetter("seconds"))
@@ -214,7 +238,12 @@ Gaps = Mapping[Action, float]
 
 
 def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
-    """Return the seconds that a rank waits before each action, by place along pp."""
+    """Return the seconds that a rank waits before each action, by place along pp.
+
+    Args:
+        ranks: The simulated ranks. The slowest rank at a place along pp represents the place.
+        timing: The timing of the step.
+    """
     slowest = _slowest_ranks(ranks)
     seconds = {a: taken for rank in slowest.values() for a, taken in rank.seconds.items()}
     gaps: dict[int, Gaps] = {}
@@ -277,7 +306,15 @@ class Machine(NamedTuple):
     spans: list[LaneSpan] | None = None
 
     def of_step(self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule) -> StepTiming:
-        """Return the timing of a step."""
+        """Return the timing of a step.
+
+        Args:
+            spec: A resolved spec.
+            plan: The plan of the spec.
+            facts: The facts of the full model.
+            schedule: The pipeline schedule. It has one rank without pp, and then no messages are
+                timed.
+        """
         work = cache(self.work)  # few places along tp are simulated
         timing = StepTiming(
             spec=spec,
@@ -335,7 +372,16 @@ def _layer_seconds(pace: Pace, work: ModelWork) -> float:
 
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
-    """Return the machine of a spec's cluster. Raises UnknownRate with the missing rate."""
+    """Return the machine of a spec's cluster.
+
+    Args:
+        spec: A resolved spec with a cluster.
+        plan: The plan of the spec.
+        facts: The facts of the full model.
+
+    Raises:
+        UnknownRate: A rate of the cluster is missing, or the model's operators are unknown.
+    """
     if (pace := pace_of(spec.cluster, spec.world_size)) is None:
         raise UnknownRate(missing_rates_reason(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):

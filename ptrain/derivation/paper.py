@@ -148,6 +148,10 @@ def reconstruction_unit(facts: ModelFacts, numel_of: NumelOf = _numel) -> int:
     """Return the elements of the largest layer (Definition 3), or of a model without layers.
 
     `numel_of` selects the elements to count. By default, all are counted.
+
+    Args:
+        facts: The facts of the full model.
+        numel_of: Returns the elements that count, of a unit or of the model. Default: all of them.
     """
     layers = [numel_of(unit) for unit in facts.units if unit.name] or [numel_of(facts)]
     return max(layers)

@@ -94,7 +94,13 @@ _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
     """Yield each distinct part of a stage, with the places along the cutting axes that have it.
 
-    `plan` is the plan of the stage.
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the stage, not of the full model.
+        part: The facts of the stage.
+
+    Yields:
+        The facts of one rank's part, with local shapes, and the places (from 0) that have it.
     """
     for units, indices in tensor.units_by_place(spec, plan, part):
         local = replace(part, units=units)
@@ -102,7 +108,14 @@ def parts(spec: Spec, plan: Plan, part: ModelFacts) -> Iterator[tuple[ModelFacts
 
 
 def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
-    """Return the plan of one stage, in which tp has only the roles of the stage's modules."""
+    """Return the plan of one stage, in which tp has only the roles of the stage's modules.
+
+    Args:
+        plan: The plan of the full model, which has a pipeline step.
+        stage: The stage.
+        ends: Names of the modules before the first and after the last layer. Default: the names of
+            built-in models.
+    """
     assert plan.pipeline is not None
     if plan.tensor is None:
         return plan
@@ -160,19 +173,38 @@ class StageParts(NamedTuple):
 
     def tied_sum_rows(self, index: int) -> Rows:
         """Return the all-reduces of shared tensors on the rank at this place, for its largest
-        shard."""
+        shard.
+
+        Args:
+            index: The place along the cutting axes, from 0.
+        """
         sums = tied_sums(self.part_at(index)[0], self.stage)
         # The clock runs on one rank for all shards, and the largest message decides when the update
         # starts.
         return max(sums, key=lambda rows: sum(row.payload_bytes for row in rows))
 
     def part_at(self, index: int) -> tuple[Wrapping, int]:
-        """Return the part of the rank at this place, and the first place that has it."""
+        """Return the part of the rank at this place, and the first place that has it.
+
+        Args:
+            index: The place along the cutting axes, from 0.
+        """
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
 def split_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
-    """Return the stages, first to last. Equal stages share the parts of the first of them."""
+    """Return the stages, first to last.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the full model.
+        facts: The facts of the full model. If `stage_passes` is not empty, places along the cutting
+            axes with different traces are separate parts.
+
+    Returns:
+        One entry for each stage, and one for the full model without pp. Equal stages share the
+        parts of the first of them.
+    """
     if plan.pipeline is None:
         return (_whole_model(spec, plan, facts),)
     ends = chain_of(spec, facts).ends
@@ -271,7 +303,17 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
 def resident(
     spec: Spec, plan: Plan, stages: Sequence[StageParts], schedule: Schedule
 ) -> ByRank[Footprint]:
-    """Return the rows of parameters, optimizer state, gradients and other memory by rank."""
+    """Return the rows of parameters, optimizer state, gradients and other memory by rank.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the full model.
+        stages: The stages, first to last.
+        schedule: The pipeline schedule, which assigns stages to ranks.
+
+    Returns:
+        Rows in bytes. Parameters, optimizer state and gradients are sums over the rank's stages.
+    """
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # an index into the rows by shard
     for taken in stages:
@@ -353,6 +395,13 @@ def accounts(
 
     This is the traffic over stage boundaries, to experts, and, for each stage, of the data axes, of
     tp's operators and of shared tensors.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the full model.
+        facts: The facts of the full model.
+        stages: The stages, first to last.
+        schedule: The pipeline schedule.
 
     Returns:
         The distinct accounts, and by rank the index of its account. Accounts differ by place along
@@ -439,6 +488,12 @@ def over_boundaries(
 
     Activations of each micro-batch go to the next stage and their gradients back. A call has micro
     x sequence x hidden elements, or a shard of the tokens if tp shards tokens between blocks.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the full model.
+        facts: The facts of the full model.
+        own: The rank's transfers in one step. Empty yields nothing.
     """
     if not own:
         return
@@ -449,7 +504,13 @@ def over_boundaries(
 
 
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
-    """Return the bytes of a micro-batch that a stage sends to the next one."""
+    """Return the bytes of a micro-batch that a stage sends to the next one.
+
+    Args:
+        spec: The spec, for the samples of a micro-batch and the dtype of parameters.
+        plan: The plan. If tp shards the tokens between blocks, the message is one shard.
+        model: The chain of the model's stages, for the shape of a sample.
+    """
     shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
     return spec.batch.micro * math.prod(shape) * spec.precision.effective_layout.parameters.itemsize
 

@@ -179,7 +179,13 @@ class Monomial(NamedTuple):
     is_statistics: bool = False
 
     def bytes(self, values: Mapping[str, int], itemsize: int) -> int:
-        """Return the bytes at these dimensions, for CPU kernels."""
+        """Return the bytes at these dimensions, for CPU kernels.
+
+        Args:
+            values: The value of each symbol on one rank.
+            itemsize: Bytes of an element of the compute dtype. Not used by sizes that do not depend
+                on the dtype.
+        """
         size = self.coefficient * (itemsize if self.in_elements else 1)
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
@@ -192,8 +198,15 @@ def evaluate_sizes(
     itemsize: int,
     statistics: Statistics | None = None,
 ) -> tuple[int, ...]:
-    """Return the bytes of each size. `statistics` replaces those of attention with those of a GPU
-    kernel."""
+    """Return the bytes of each size.
+
+    Args:
+        sizes: The sizes of a table, as products of dimensions.
+        values: The value of each symbol on one rank.
+        itemsize: Bytes of an element of the compute dtype.
+        statistics: Replaces the sizes of attention statistics with those of a GPU kernel. None
+            keeps the sizes of the CPU kernel.
+    """
     plain = ((size, size.bytes(values, itemsize)) for size in sizes)
     return tuple(
         statistics.gpu_bytes(count) if statistics and size.is_statistics else count
@@ -215,7 +228,13 @@ def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
 
 
 def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-    """Return the value of every symbol for a model without sharded operators."""
+    """Return the value of every symbol for a model without sharded operators.
+
+    Args:
+        shape: The shape of the model.
+        batch: Samples of a micro-batch.
+        sequence: Tokens of a sample.
+    """
     return {
         "batch": batch,
         "sequence": sequence,
@@ -230,8 +249,16 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
 
 
 def merge_events(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
-    """Yield events with consecutive allocations and frees merged into runs. Marks and completed
-    gradients are decoded."""
+    """Yield events with consecutive allocations and frees merged into runs.
+
+    Args:
+        events: Integers for allocations (`n` for size `n - 1`) and frees (negative), strings for
+            marks, and (name, size number, is cloned) for completed gradients.
+        sizes: Bytes of each size by number.
+
+    Yields:
+        Runs in bytes, (mark, module) pairs, and (name, bytes, is cloned) of gradients.
+    """
     deltas: list[int] = []
     for event in events:
         if isinstance(event, int):
@@ -301,8 +328,14 @@ class EvaluatedTable:
         return tuple([self._repeat(run[0], len(run)) for run in runs])
 
     def group_work(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
-        """Return a pass from groups of (operator number, repetitions, operators that run before it
-        is awaited). Collectives, except sends, run over `ranks` neighbours."""
+        """Return a pass from groups of operators.
+
+        Args:
+            groups: (operator number, repetitions, number of operators that run before the
+                collective is awaited). The third number is 0 for operators and for collectives that
+                are awaited at once.
+            ranks: Neighbours over which collectives run. Sends go to one rank.
+        """
 
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
             what = self.operator(number)
@@ -319,8 +352,13 @@ class EvaluatedTable:
         return (self.operator(number) for part in parts for number in self.content["parts"][part])
 
     def flops(self, part: int, scores: int) -> int:
-        """Return the floating-point operations of a pass. `scores` replaces the square of the
-        tokens in products that are quadratic in them."""
+        """Return the floating-point operations of a pass.
+
+        Args:
+            part: The number of the pass in the table.
+            scores: Attention scores of one sample and head. Replaces the square of the tokens in
+                products that are quadratic in them.
+        """
         total = 0
         for own, times in Counter(self.content["parts"][part]).items():
             flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
@@ -361,8 +399,19 @@ class EvaluatedTable:
 
 @cache
 def evaluate_table(part: TablePart, setting: Setting, *, is_work: bool = False) -> EvaluatedTable:
-    """Return a setting's table of events, or of operators, at its dimensions. Raises KeyError
-    without one."""
+    """Return a setting's table at its dimensions.
+
+    Args:
+        part: The kind of table.
+        setting: Selects the table and gives its dimensions.
+        is_work: True for the table of operators, False for the table of events.
+
+    Returns:
+        The table. It is cached and shared.
+
+    Raises:
+        KeyError: There is no table for the setting.
+    """
     return EvaluatedTable(part, setting, is_work=is_work)
 
 
@@ -419,8 +468,16 @@ class Pieces(NamedTuple):
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
-    """Return True if a table has the allocations of such a loss with unsharded operators. torch's
-    fused loss takes another path in fp16, and if the vocabulary is smaller than the features."""
+    """Return True if a table has the allocations of such a loss with unsharded operators.
+
+    torch's fused loss takes another path in fp16, and if the vocabulary is smaller than the
+    features.
+
+    Args:
+        shape: The shape of the model, for its vocabulary and its features.
+        compute: The dtype in which the loss is computed.
+        loss: The loss. Only fused losses may be unknown.
+    """
     return not loss.fused or (compute is not DType.FP16 and shape.vocab_rows >= shape.hidden)
 
 
@@ -453,8 +510,18 @@ def values_of(setting: Setting) -> dict[str, int]:
 
 
 def head_of(setting: Setting, place: Place) -> LossHead | None:
-    """Return the events of a loss in chunks at the end of a full model or a last stage. None for a
-    loss of full logits."""
+    """Return the events of a loss in chunks at the end of a full model or a last stage.
+
+    Args:
+        setting: The setting, whose loss has the number of tokens in a chunk.
+        place: `ALONE` for the full model, `LAST` for a last stage.
+
+    Returns:
+        The events, with sizes in bytes. None for a loss of full logits.
+
+    Raises:
+        KeyError: No table has the loss.
+    """
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
@@ -470,7 +537,13 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
 
 
 def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
-    """Yield the numbers of the parts that describe a loss with this number of full chunks."""
+    """Yield the numbers of the parts that describe a loss with this number of full chunks.
+
+    Args:
+        listed: Part numbers of a pass: one part for each small number of chunks (`few`), and the
+            parts that repeat for more chunks (`pieces`).
+        chunks: Full chunks of tokens, at least 1.
+    """
     few = listed["few"]
     if chunks <= len(few):
         yield few[chunks - 1]

@@ -55,14 +55,32 @@ class Account:
         ranks: int | None = None,
     ) -> None:
         """Count a collective over the group along `axes`, or over `ranks` neighbours of it, with a
-        full tensor of `payload` bytes."""
+        full tensor of `payload` bytes.
+
+        Args:
+            collective: The collective.
+            axes: Axes of the group, in any order.
+            state: The state whose bytes are sent.
+            phase: The phase that sends them.
+            payload: Bytes of the full tensor, before sharding.
+            via: Name of the collective that replaces it. None if it runs itself.
+            ranks: Neighbours of the group that take part. None for all ranks of the group.
+        """
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
         group = group_over(self.spec, ordered)
         self.rows.append(calls.traffic(Group(group.axes, ranks or group.ranks), payload))
 
     def count_copy(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
-        """Count a copy of `size` bytes between two tiers."""
+        """Count a copy of `size` bytes between two tiers.
+
+        Args:
+            source: Tier that is read.
+            target: Tier that is written. Copies are between device and host, or host and file.
+            state: The state whose bytes are copied.
+            phase: The phase that copies them.
+            size: Bytes of one copy. `times` of the account multiplies them.
+        """
         key = TrafficKey(axes=(), collective=_COPIES[source, target], state=state, phase=phase)
         times = self.times
         self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
@@ -99,8 +117,14 @@ class Tape:
     most: float = inf
 
     def enter(self, phase: Phase) -> None:
-        """Start a phase, whose peak includes live memory. Raises PeakExceeded if the last peak
-        exceeds `most`."""
+        """Start a phase, whose peak includes live memory.
+
+        Args:
+            phase: The phase to start.
+
+        Raises:
+            PeakExceeded: The peak of the last phase exceeds `most` bytes.
+        """
         # Checked once per phase, because `add` runs at every allocation and must be fast.
         if self.peak > self.most:
             raise PeakExceeded
@@ -121,7 +145,12 @@ class Tape:
             self.peak = max(self.peak, self.level + size)
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count the memory and time of `act` `times` times, but execute it once."""
+        """Count the memory and time of `act` `times` times, but execute it once.
+
+        Args:
+            times: Repetitions to count.
+            act: Called once. It may change the level, by equal bytes in each repetition.
+        """
         if times == 1:
             act()
             return
@@ -138,14 +167,24 @@ class Tape:
         self.peak = max(peak, level + rise + max(0, (times - 1) * net))
 
     def in_time(self, times: int, act: Callable[[], None]) -> None:
-        """Count the time of `act` `times` times and its memory once. It is executed once."""
+        """Count the time of `act` `times` times and its memory once. It is executed once.
+
+        Args:
+            times: Repetitions to count. Without a clock they have no effect.
+            act: Called once.
+        """
         if self.clock is None:
             act()
         else:
             self.clock.repeat(times, act)
 
     def record_allocation(self, size: int, tier: Tier) -> None:
-        """Count bytes that a runtime allocates on the device. Other tiers are ignored."""
+        """Count bytes that a runtime allocates on the device. Other tiers are ignored.
+
+        Args:
+            size: Bytes to allocate, or to free if negative.
+            tier: The tier of the storage.
+        """
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
 
@@ -163,9 +202,18 @@ class Tape:
     ) -> Arrival | None:
         """Record a collective.
 
+        Args:
+            collective: The collective.
+            axes: Axes of the group, in any order.
+            state: The state whose bytes are sent.
+            payload: Bytes of the full tensor, before sharding.
+            via: Name of the collective that replaces it. Empty if it runs itself.
+            ranks: Neighbours of the group that take part. None for all ranks of the group.
+            is_awaited: True if the caller waits at once.
+            since: Earliest start in the clock's seconds. None starts now.
+
         Returns:
-            The arrival, if there is a clock and the collective is not awaited at once. It starts no
-            earlier than `since`.
+            The arrival if there is a clock and the collective is not awaited at once, else None.
         """
         if not self.is_reading:
             return None
@@ -187,7 +235,14 @@ class Tape:
         return arrival
 
     def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
-        """Record a copy between two tiers, and wait for it."""
+        """Record a copy between two tiers, and wait for it.
+
+        Args:
+            source: Tier that is read.
+            target: Tier that is written. Copies are between device and host, or host and file.
+            state: The state whose bytes are copied.
+            size: Bytes of the copy.
+        """
         if not self.is_reading:
             return
         if self.account is not None:
@@ -203,19 +258,40 @@ class Tape:
     def record_operator(
         self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
     ) -> None:
-        """Time an operator outside the model that reads and writes `size` bytes."""
+        """Time an operator outside the model that reads and writes `size` bytes.
+
+        Args:
+            kind: Selects the rate of the cluster.
+            dtype: The dtype of the operator's tensors.
+            size: Bytes read plus bytes written.
+            spent: The activity to which the seconds are attributed.
+        """
         if self.clock is not None and self.is_reading:
             self.clock.run_operator(spent, kind, dtype, size)
 
     def computed_beside(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Time an operator on a separate stream. It takes no time if the device overlaps
-        streams."""
+        streams.
+
+        Args:
+            kind: Selects the rate of the cluster.
+            dtype: The dtype of the operator's tensors.
+            size: Bytes read plus bytes written.
+        """
         if self.clock is not None and not self.clock.pace.overlaps:
             self.record_operator(kind, dtype, size)
 
     def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """Time an optimizer step on the runtime's tensors. The runtime times the casts around
-        it separately."""
+        it separately.
+
+        Args:
+            rule: Name of the update rule, a key of `OPTIMIZERS`.
+            dtype: The dtype of all tensors of the update.
+            tier: Tier of the updated tensors. On a GPU cluster, the host updates other tiers than
+                the device.
+            shapes: Shapes of the tensors that this rank updates.
+        """
         if self.clock is None or not self.is_reading:
             return
         # On a CPU cluster the device is the host, so its measured update rates hold for every tier.
@@ -318,14 +394,23 @@ class Wrap(Marks):
         """End the passes of a pipeline step."""
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch.
+
+        Args:
+            is_first: True for the first micro-batch of a step.
+            is_last: True for the last one. It may be the first one too.
+        """
 
     def gathered_bytes(self) -> int:
         """Return the bytes of units that are all-gathered now."""
         return 0
 
     def begin_half(self, kind: Kind) -> None:
-        """Begin a half of a backward pass, for the gradients of inputs or of weights."""
+        """Begin a half of a backward pass, for the gradients of inputs or of weights.
+
+        Args:
+            kind: `INPUT` or `WEIGHT`.
+        """
 
     def end_half(self, kind: Kind) -> None:
         """End a half of a backward pass."""
@@ -342,13 +427,20 @@ class Wrap(Marks):
         """Reduce partial gradients."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return a key that is equal for shards with equal norm and update."""
+        """Return a key that is equal for shards with equal norm and update.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         return 0
 
     def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of each gradient on the rank with this shard, by group of the norm.
 
         The result is None if the gradients are not on the device.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
         """
         return None
 

@@ -33,7 +33,13 @@ _LOSS_SUMS = 3  # of a loss on sharded logits: the maximum, the sum, and the tar
 
 
 def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
-    """Return the rank's part of a layer and of a sample, at this place along the cutting axes."""
+    """Return the rank's part of a layer and of a sample, at this place along the cutting axes.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec, or of one stage.
+        index: The place along `plan.cutting_axes`, from 0.
+    """
     step = plan.tensor
     tensor = None
     if step is not None:
@@ -58,7 +64,13 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
 
 
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
-    """Return a rank's part of attention over cp, or None without shards of the tokens."""
+    """Return a rank's part of attention over cp, or None without shards of the tokens.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec, or of one stage.
+        index: The place along `plan.cutting_axes`, from 0.
+    """
     if (step := plan.context) is None:
         return None
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
@@ -67,7 +79,17 @@ def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
 def distinct_parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
-    """Yield each distinct part of the model, with its places along the cutting axes."""
+    """Yield each distinct part of the model, with its places along the cutting axes.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec.
+        facts: The facts of the full model, with full shapes.
+
+    Yields:
+        The facts of one rank's part, with local shapes, and the places (from 0) that have it. Each
+        place occurs once.
+    """
     if not plan.cutting_axes:
         yield facts, (0,)
         return
@@ -85,6 +107,11 @@ def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterat
     """Yield these places grouped by equal work in attention over cp.
 
     The first place of a group has the most tokens before its shard, and so the most work.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec, or of one stage.
+        indices: Places along `plan.cutting_axes`. Without cp, they form one group.
     """
     if plan.context is None:
         yield indices
@@ -102,7 +129,16 @@ def _context_name(spec: Spec, plan: Plan, index: int) -> str:
 def units_by_place(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[Units, tuple[int, ...]]]:
-    """Yield each distinct set of units, with the places along the cutting axes that have it."""
+    """Yield each distinct set of units, with the places along the cutting axes that have it.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec, or of one stage.
+        facts: The facts of the model or stage, with full shapes and all experts.
+
+    Yields:
+        The units with local shapes and local experts, and the places (from 0) that have them.
+    """
     axes, step = plan.cutting_axes, plan.tensor
     places = range(ranks_over(spec, axes))
     if plan.experts is not None:
@@ -132,7 +168,14 @@ UnitsByRanks = tuple[tuple[Units, tuple[int, ...]], ...]
 def local_units(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     """Return the units of each rank of tp with local shapes, and the ranks that have them.
 
-    Ranks share an entry if their shards of every sharded dimension have equal sizes.
+    Args:
+        facts: The facts of the model or stage, with full shapes.
+        step: The step that shards its operators.
+        degree: Ranks along tp.
+
+    Returns:
+        (units, ranks) pairs. Ranks share an entry if their shards of every sharded dimension have
+        equal sizes.
     """
     return _units_by_ranks(facts, Parallelize(axis=step.axis, roles=step.roles), degree)
 
@@ -188,6 +231,15 @@ def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traf
 
     This is the traffic of activations, of their gradients, and of the sums of gradients that each
     rank computes from its tokens.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec, or of one stage. Without tp there is no traffic.
+        facts: The facts of the model or stage, with full shapes.
+
+    Yields:
+        Rows of one step on one rank: calls are counted over all micro-batches, payloads are bytes
+        of the full tensor.
     """
     if (step := plan.tensor) is None:
         return

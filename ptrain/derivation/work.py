@@ -78,7 +78,16 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
-    """Return the reason why the model's operators are unknown. Empty if they are known."""
+    """Return the reason why the model's operators are unknown.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec.
+        facts: The facts of the model. A trace of its operators makes tables unnecessary.
+
+    Returns:
+        A clause for a message. Empty if the operators are known.
+    """
     if _traced_work(plan, facts, 0) is not None:
         return ""
     if spec.compile is not Compiled.NONE or spec.precision.matmul is not Matmul.NONE:
@@ -134,6 +143,11 @@ def unroll_hops(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[
 
     A table has the smallest number of hops, and the groups that each further hop inserts by
     position. The group of views is last.
+
+    Args:
+        written: The table's JSON of a pass: the groups for the smallest number of hops, and the
+            groups to insert for each further hop.
+        part: The number of places before and after the rank's, which are the hops.
     """
     before, behind = (
         own - least for own, least in zip((part.before, part.behind), written["least"], strict=True)
@@ -286,8 +300,13 @@ def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple
 
 
 def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
-    """Return the setting of a built-in model's blocks on the rank at this place along the cutting
-    axes."""
+    """Return the setting of a built-in model's blocks on one rank.
+
+    Args:
+        spec: A resolved spec with a built-in model.
+        plan: The plan of the spec, or of one stage.
+        index: The place along `plan.cutting_axes`, from 0.
+    """
     setting = setting_of(spec, cut_of(spec, plan, index))
     shape = setting.shape
     if is_by_operators(spec):  # backward has the scores, and saves a product

@@ -243,7 +243,12 @@ def cuts_before_wraps(ran: Sequence[ExecutedStep]) -> bool:
 
 
 def are_within(data_groups: Groups, stage_groups: Groups) -> bool:
-    """Return True if Theorem 7.2 holds: all ranks of each data group have the same stages."""
+    """Return True if Theorem 7.2 holds: all ranks of each data group have the same stages.
+
+    Args:
+        data_groups: Ranks of each inner group, such as a group over the data axes.
+        stage_groups: Ranks of each group with equal stages, in which an inner group must lie.
+    """
     stages = [{*stage} for stage in stage_groups]
     return all(any(stage.issuperset(group) for stage in stages) for group in data_groups)
 
@@ -260,6 +265,10 @@ def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
     """Return True if each data group has several ranks, at most one per tp group (Theorem 6.3).
 
     Theorem 7.3 makes the same demand of pipelines and the groups of ranks that share stages.
+
+    Args:
+        data_groups: Ranks of each group over the data axes.
+        tensor_groups: Ranks of each tp group, or each pipeline for Theorem 7.3.
     """
     groups_of = group_by_key(
         (rank, index) for index, other in enumerate(tensor_groups) for rank in {*other}

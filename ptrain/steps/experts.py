@@ -134,17 +134,32 @@ class Loads(ABC):
 
     def group(self, place: int) -> tuple[int, ...]:
         """Return the token indices that exchange rows with `place`, in the order of their
-        experts."""
+        experts.
+
+        Args:
+            place: Index of the tokens, from 0.
+        """
         return self._group[place]
 
     @abstractmethod
     def choices(self, layer: str, place: int) -> Sequence[Choices]:
-        """Return the number of rows that go to each expert of a layer, by micro-batch."""
+        """Return the number of rows that go to each expert of a layer, by micro-batch.
+
+        Args:
+            layer: Name of the layer.
+            place: Index of the tokens, from 0.
+        """
 
     @abstractmethod
     def rows_by_layer(self, place: int) -> ByLayer:
-        """Return the rows of the ranks with these tokens, by layer. Equal results are one
-        object."""
+        """Return the rows of the ranks with these tokens, by layer.
+
+        Args:
+            place: Index of the tokens, from 0.
+
+        Returns:
+            Rows that the rank sends and receives. Equal results are one object.
+        """
 
 
 def token_places(spec: Spec) -> tuple[int, ...]:

@@ -211,7 +211,11 @@ class Pipeline(PlanStep):
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of one rank along the axis, in the order of a forward pass."""
+        """Return the stages of one rank along the axis, in the order of a forward pass.
+
+        Args:
+            rank: The rank's index along the axis, from 0.
+        """
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     @property
@@ -382,7 +386,11 @@ class Clip(PlanStep):
         return tuple(self.operator_axes[:count] for count in range(len(self.operator_axes), -1, -1))
 
     def group_of(self, cutting: Collection[Axis]) -> int:
-        """Return the index of the group of tensors that these axes shard."""
+        """Return the index of the group of tensors that these axes shard.
+
+        Args:
+            cutting: Axes that shard the tensor. Axes other than `operator_axes` are ignored.
+        """
         return self.groups.index(tuple(axis for axis in self.operator_axes if axis in cutting))
 
 

@@ -126,8 +126,12 @@ class WrapStep(PlanStep):
         return True
 
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
-        """Return the axes along which ranks store different numbers of bytes, or (`within_tp`)
-        different pieces of tensors."""
+        """Return the axes along which ranks differ.
+
+        Args:
+            within_tp: True to include axes along which ranks store different pieces of tensors.
+                False returns only axes along which the number of bytes differs.
+        """
         return ()
 
 

@@ -91,7 +91,12 @@ class CodedTrace:
         )
 
     def encode_layer(self, events: Iterable[Event], layer: int) -> Coded:
-        """Return a layer's events as JSON in the shortest form; `*` replaces the layer's index."""
+        """Return a layer's events as JSON in the shortest form; `*` replaces the layer's index.
+
+        Args:
+            events: The layer's events, with storages by number.
+            layer: Index of the layer in the model.
+        """
         ordered = events if self.recording.output is None else _sort_completions(events)
         written = self.in_full(ordered, f"blocks.{layer}")
         names = [event[0] if isinstance(event, list) else event for event in written]
@@ -100,7 +105,12 @@ class CodedTrace:
         return _shorten_events(written)
 
     def in_full(self, events: Iterable[Event], layer: str = "") -> Coded:
-        """Return all events as JSON, without shortening."""
+        """Return all events as JSON, without shortening.
+
+        Args:
+            events: Events of any part of a pass.
+            layer: Name of a layer, which `*` replaces in the events. Empty replaces nothing.
+        """
         return [self._encode_event(event, layer) for event in events]
 
     def _encode_event(self, event: Event, layer: str) -> object:
@@ -291,7 +301,13 @@ def trace_stage(
 
 
 def with_layers(setting: Setting, layers: int, attention: Attention = Attention.SDPA) -> Setting:
-    """Return a setting whose model has another number of layers, with this attention."""
+    """Return a setting whose model has another number of layers, with this attention.
+
+    Args:
+        setting: The setting, which is not changed.
+        layers: Number of layers of the new model.
+        attention: Attention implementation of the new model.
+    """
     return replace(setting, shape=replace(setting.shape, attention=attention, layers=layers))
 
 
@@ -303,7 +319,12 @@ class PassTable:
         self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self, several: int = FEW) -> dict[str, object]:
-        """Return the table as JSON."""
+        """Return the table as JSON.
+
+        Args:
+            several: Number of layers of the larger trace, which is compared with a trace of one
+                layer. A full model has one more.
+        """
         content: dict[str, object] = {}
         works: dict[str, object] = {}
         for place in Place:

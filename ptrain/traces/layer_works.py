@@ -43,8 +43,14 @@ class LayerWorks:
 def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> LayerWorks | None:
     """Return the computation of a recording by layer.
 
-    Returns None if the recording's boundaries do not separate the layers: a block is no wrap unit,
-    or does not run exactly once and in order.
+    Args:
+        recording: The recording of one micro-batch.
+        units: Module names of the wrap units.
+        blocks: Names of the layers, first to last.
+
+    Returns:
+        The works by layer and pass. None if the recording's boundaries do not separate the layers:
+        a block is no wrap unit, or does not run exactly once and in order.
     """
     places = {modules: place for place, modules in enumerate(units)}
     numbers = [places.get((block,)) for block in blocks]
@@ -208,9 +214,18 @@ def layer_bounds(
 ) -> list[int] | None:
     """Return the event index at which each layer starts, and the one at which the last layer ends.
 
-    Indices are in the order of the pass; None if layers do not run once and in order. The weight
-    half has no boundaries. There a layer ends with its last gradient, and nothing comes before the
-    first layer.
+    The weight half has no boundaries. There a layer ends with its last gradient, and nothing comes
+    before the first layer.
+
+    Args:
+        name: Name of the pass: `forward`, `backward`, `input` or `weight`.
+        events: Events of the pass.
+        numbers: Index of each layer's wrap unit, first layer first.
+        blocks: Names of the layers, first to last.
+
+    Returns:
+        One index more than there are layers, in the order of the pass. None if layers do not run
+        once and in order.
     """
     if name == "weight":
         ends = [_last_gradient(events, f"{block}.") for block in blocks]

@@ -94,6 +94,11 @@ class EqualLayers:
 
         Each layer is a separate kind if layers may differ. Copies of offloaded activations, and
         backward passes in halves, depend on the neighbouring layers.
+
+        Args:
+            spec: The spec, for the activation mode of each layer.
+            layers: Names of the layers, first to last.
+            in_halves: True if backward passes run in halves. All layers then run.
         """
         kinds = block_kinds(spec, layers)
         if kinds is None:
@@ -178,7 +183,13 @@ class _SkippedLayer(nn.Identity):
 
 @contextmanager
 def run_only(model: nn.Module, layers: Names, names: Names) -> Iterator[None]:
-    """Temporarily replace the layers that are not in `names` by modules that return their input."""
+    """Temporarily replace the layers that are not in `names` by modules that return their input.
+
+    Args:
+        model: The model, changed until the context ends.
+        layers: Names of all layers.
+        names: Names of the layers that run.
+    """
     skipped = {name: model.get_submodule(name) for name in layers if name not in names}
     for name in skipped:
         _set_module(model, name, _SkippedLayer())

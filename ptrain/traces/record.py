@@ -262,7 +262,11 @@ class Recorder(Ledger):
         return sum(map(len, self._passes.values()))
 
     def recording(self, output: Tensor | None = None) -> Recording:
-        """Return the recording; `output` is the tensor that a stage sends to the next one."""
+        """Return the recording.
+
+        Args:
+            output: The tensor that a stage sends to the next one. None for a full model.
+        """
         passes = dict(self._passes)
         if "weight" in passes:
             passes["weight"] = _with_completions(passes["weight"], self._added)
@@ -470,7 +474,13 @@ def record(
 
 
 def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
-    """Run the operators that `record` records; the model's gradients are cleared afterwards."""
+    """Run the operators that `record` records; the model's gradients are cleared afterwards.
+
+    Args:
+        model: The model, whose hooks are removed afterwards.
+        units: Module names of the wrap units.
+        run_forward: Runs forward and returns the scalar loss.
+    """
     marker = Marker(model, units, [], lambda *_: None)
     try:
         run_forward().backward()

@@ -103,7 +103,16 @@ class TableWriter:
 def factorise_size(
     size: int, symbols: Iterable[str], values: Mapping[str, int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Return coefficient and exponents of a size; no symbol's value divides the coefficient."""
+    """Return coefficient and exponents of a size.
+
+    Args:
+        size: The size, in bytes or in elements.
+        symbols: Symbols in the order of division.
+        values: Value of each symbol, a prime. A symbol without a value is no factor.
+
+    Returns:
+        The coefficient, which no symbol's value divides, and the exponent of each symbol.
+    """
     exponents = []
     for symbol in symbols:
         value, exponent = values.get(symbol, 0), 0
@@ -181,7 +190,16 @@ def settings() -> Iterator[Setting]:
 def of_shape(
     shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
 ) -> Setting:
-    """Return a setting with `sequence` tokens per rank between the blocks."""
+    """Return a setting with `sequence` tokens per rank between the blocks.
+
+    Args:
+        shape: The shape of the model.
+        kind: Kind of tensor parallelism. None for unsharded operators.
+        compute: The compute dtype.
+        batch: Samples of a micro-batch.
+        sequence: Tokens of a sample that a rank has between blocks. With sequence parallelism the
+            sample has `TP` times as many.
+    """
     own = TensorRank(step=kind.step(shape), degree=TP, index=0) if kind else None
     slices = TP if kind is not None and kind.is_sequence else 1
     return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
@@ -190,7 +208,11 @@ def of_shape(
 def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool) -> ModelShape:
     """Return a model shape in which every dimension of a rank is a prime.
 
-    `special`: Llama has grouped queries, GPT has dropout.
+    Args:
+        family: The model family.
+        kind: Kind of tensor parallelism over `TP` ranks. None for unsharded operators.
+        tied: True if embedding and head share a tensor.
+        special: True for grouped queries (Llama) or dropout (GPT).
     """
     primes, degree = HEADS[family], TP if kind else 1
     vocab = UNEVEN if kind is None or kind.loss_parallel else degree * VOCAB
@@ -283,7 +305,13 @@ class WorkWriter:
 
 
 def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:
-    """Return a setting's model with arbitrary weights, on which no size depends."""
+    """Return a setting's model with arbitrary weights, on which no size depends.
+
+    Args:
+        setting: The setting, whose shape and tokens define the model.
+        dtype: Dtype of parameters and buffers.
+        is_meta: True to build on the meta device, without memory. False builds on the CPU.
+    """
     with torch.device("meta" if is_meta else "cpu"):
         model = build_model(setting.shape, sequence=setting.sequence)
     cast_module(model, dtype)
@@ -297,7 +325,15 @@ def part_of(
     *,
     has_learnt: bool = False,
 ) -> RankPart:
-    """Return the rank's part of a setting; `mesh` comes from `fake_mesh`."""
+    """Return the rank's part of a setting.
+
+    Args:
+        setting: The setting.
+        mesh: The mesh from `fake_mesh`. Not used by unsharded settings.
+        keep: Activation modes of the blocks. None saves all activations.
+        has_learnt: True if torch has already run these operators on an equal part, so that no
+            unrecorded run is needed before the recording.
+    """
     own, chunk, context = setting.cut, setting.loss.chunk, setting.context
     step = own.step if own else None
     assert step is None or isinstance(step, Parallelize), "no plan step shards it"
@@ -335,7 +371,12 @@ def _slices_of(setting: Setting, part: ContextPart) -> ContextSlices:
 
 
 def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
-    """Return the stages of a setting's model, with these numbers of layers."""
+    """Return the stages of a setting's model, with these numbers of layers.
+
+    Args:
+        setting: The setting, whose model has as many layers as the stages together.
+        layers: Number of layers of each stage, first to last.
+    """
     shape = setting.shape
     assert shape.layers == sum(layers), "the stages do not cover all layers"
     whole = layers_of(
@@ -349,7 +390,12 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:
-    """Return the smallest wrap units of a setting's model or of one stage."""
+    """Return the smallest wrap units of a setting's model or of one stage.
+
+    Args:
+        setting: The setting.
+        stage: The stage. None for the full model.
+    """
     units = unit_modules(model_of(setting, torch.float32, is_meta=True), SMALLEST)
     return stage.stage_units(units) if stage else units
 

@@ -101,7 +101,8 @@ class FakeModel:
     def is_better_real(self, *, runs_fakes: bool = True) -> bool:
         """Return True if a trace on real tensors is quick, or is the only possible one.
 
-        `runs_fakes`: whether the model may run on fake tensors in this process.
+        Args:
+            runs_fakes: Whether the model may run on fake tensors in this process.
         """
         return self.may_be_real and (self.is_quick or not runs_fakes or bool(why_untraced()))
 
@@ -121,7 +122,15 @@ class FakeModel:
 
 
 def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
-    """Return the spec's model on fake tensors; None if its constructor reads values."""
+    """Return the spec's model on fake tensors.
+
+    Args:
+        spec: A resolved spec.
+        allow_import: Whether the user's code may be imported.
+
+    Returns:
+        The model, or None if its constructor reads values.
+    """
     mode = create_fake_mode()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
     return None if module is None else FakeModel(spec, module, mode)
@@ -129,6 +138,10 @@ def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
 
 def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | None:
     """Return the result of `read` on fake tensors; None if it reads values or fails only on fakes.
+
+    Args:
+        mode: The mode in which fake tensors are created.
+        read: Builds or runs a module. It is called once.
 
     Raises:
         UserCodeError: The code would raise on real tensors too.

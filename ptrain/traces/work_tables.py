@@ -90,7 +90,13 @@ class Tokens:
 
 
 def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
-    """Return a number of tokens with a unique factorization, divisible by samples and ranks."""
+    """Return a number of tokens with a unique factorization, divisible by samples and ranks.
+
+    Args:
+        samples: Samples of the micro-batch.
+        chunks: Full chunks of tokens.
+        has_rest: True to add a partial chunk, smaller than the others.
+    """
     unit = samples * TP
     if not has_rest:
         return Tokens(chunks, unit * _PRIMES[-1], 0)
@@ -181,7 +187,13 @@ class LossTable:
         return CodedHead(events, output, computed, trace.values)
 
     def trace(self, place: Place, chunks: int, *, has_rest: bool) -> CodedTrace:
-        """Return the trace of a full model or a last stage with this number of full chunks."""
+        """Return the trace of a full model or of a last stage.
+
+        Args:
+            place: `ALONE` for the full model, else the last stage.
+            chunks: Full chunks of tokens.
+            has_rest: True to add a partial chunk.
+        """
         tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
         setting = replace(
             self.setting,
@@ -226,7 +238,12 @@ def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:
 
 
 def repeating(less: Coded, more: Coded) -> Pieces:
-    """Return the pieces that occur once and the pieces per chunk, for as few chunks as possible."""
+    """Return the pieces that occur once and the pieces per chunk, for as few chunks as possible.
+
+    Args:
+        less: Encoded events of the loss with `CHUNKS[0]` chunks.
+        more: Encoded events of the loss with `CHUNKS[1]` chunks.
+    """
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"

@@ -63,7 +63,12 @@ class UnitShards(NamedTuple):
         return padded_rows(shape, self.ranks)
 
     def local_shape(self, shape: Shape, index: int) -> Shape:
-        """Return the shape of the rank's part of a tensor, without padding."""
+        """Return the shape of the rank's part of a tensor, without padding.
+
+        Args:
+            shape: The full shape.
+            index: The shard's place over `axes`, from 0.
+        """
         if dim := self.shard_dim(shape):
             return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return (local_rows(shape[:1], self.ranks, index), *shape[1:])
@@ -78,7 +83,14 @@ def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
 
 
 def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
-    """Return a rank's shard of a unit. `shard` is its place along all axes of the plan's wrap."""
+    """Return a rank's shard of a unit.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan of the spec.
+        shards: The sharding of the unit.
+        shard: The rank's place along all axes of the plan's wrap, from 0.
+    """
     if shards.axes == plan.wrap.row_axes:
         return shard
     places = place_of(spec, plan.wrap.row_axes, shard)

@@ -96,7 +96,12 @@ class InPlace(Wrapping):
         return self.wrapped.facts.trained_numel
 
     def updated_shapes(self, unit: UnitFacts, shard: int) -> Shapes:
-        """Return the shapes of a unit's tensors that the rank with this shard updates."""
+        """Return the shapes of a unit's tensors that the rank with this shard updates.
+
+        Args:
+            unit: The unit, with the shapes of one tp rank.
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         return unit.trained_shapes
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
@@ -141,7 +146,11 @@ class InPlace(Wrapping):
         return numels
 
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
-        """Return the shapes that the rank with this shard updates, by update rule."""
+        """Return the shapes that the rank with this shard updates, by update rule.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         optimizer = self.wrapped.spec.optimizer
         needs = not optimizer.properties.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
@@ -152,14 +161,22 @@ class InPlace(Wrapping):
         return by_rule
 
     def optimizer_bytes(self, shard: int) -> int:
-        """Return the bytes of optimizer state on the rank with this shard."""
+        """Return the bytes of optimizer state on the rank with this shard.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         return sum(
             times * self._cost(unit, self.updated_shapes(unit, shard)).kept
             for unit, times in self.kinds
         )
 
     def temporary_bytes(self, shard: int) -> Iterator[int]:
-        """Yield the temporary bytes of the update of each kind of unit."""
+        """Yield the temporary bytes of the update of each kind of unit.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         yield from (
             self._cost(unit, self.updated_shapes(unit, shard)).rise for unit, _ in self.kinds
         )
@@ -174,8 +191,12 @@ class InPlace(Wrapping):
         return self._costs[key]
 
     def update_cost(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
-        """Return the cost of updating tensors of these shapes. `hidden` marks the matrices that
-        Muon updates."""
+        """Return the cost of updating tensors of these shapes.
+
+        Args:
+            shapes: Local shapes, in the order of the update.
+            hidden: One flag for each shape. True for a matrix that Muon updates.
+        """
         spec, layout = self.wrapped.spec, self.wrapped.plan.update.layout
         own = spec.optimizer, layout, self.owns_master, spec.is_for_cuda
         return _cost_of(tuple(shapes), tuple(hidden), *own)

@@ -130,9 +130,16 @@ def _sum_storages(held: Iterable[tuple[State, Ghost]]) -> Sizes:
 
 
 def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
-    """Return the elements of the units' flat buffers, padded for all axes that shard any state.
+    """Return the elements of the units' flat buffers.
 
-    Equal sizes are counted.
+    Args:
+        spec: A resolved spec.
+        plan: A plan of flat units.
+        facts: The facts of the model or stage.
+
+    Returns:
+        The number of buffers by size. Sizes are elements, padded for all axes that shard any state.
+        Trained and frozen parameters have separate buffers.
     """
     buffers = Counter[int]()
     for unit in joined_units(plan, facts.units):
@@ -261,7 +268,13 @@ class Units(Wrapping):
 
 
 def make_wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:
-    """Return the simulation of the wrap of a model, or of one stage's part of it."""
+    """Return the simulation of the wrap of a model, or of one stage's part of it.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan, whose wrap selects the class.
+        facts: One rank's part of the model or stage, with the local shapes of tp.
+    """
     wrapped = WrapContext(spec=spec, plan=plan, facts=facts)
     match plan.wrap:
         case LocalGradients():

@@ -71,7 +71,12 @@ class WrapContext(NamedTuple):
     facts: ModelFacts
 
     def make_scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
-        """Return a scene of some units, whose traffic is recorded in an account."""
+        """Return a scene of some units, whose traffic is recorded in an account.
+
+        Args:
+            units: The units that are simulated. They may be a subset of the model's.
+            account: Collects the rows. It is changed in place.
+        """
         facts = ModelFacts(units=units, buffers=self.facts.buffers)
         tape = Tape(account=account)
         return Scene(tape=tape, spec=self.spec, facts=facts, plan=self.plan, timeline=ALONE)
@@ -88,16 +93,28 @@ class Wrapping(Protocol):
     reach: int | None = None
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return a key that is equal for ranks with equal memory."""
+        """Return a key that is equal for ranks with equal memory.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        """Yield the rows of parameters, optimizer state and gradients of the rank with this shard,
-        as rank 0."""
+        """Yield the rows of parameters, optimizer state and gradients of one rank, as rank 0.
+
+        Args:
+            shard: The rank's place along the plan's `differing_axes`, from 0.
+        """
         ...
 
     def traffic(self, times: Times | None) -> Iterator[Traffic]:
-        """Yield the traffic and copies of every rank for its units, at setup and in each step."""
+        """Yield the traffic and copies of every rank for its units, at setup and in each step.
+
+        Args:
+            times: Returns how often a pipeline schedule all-gathers a unit in a step. None without
+                pp.
+        """
         return iter(())
 
     def scalar_copies(self) -> Iterator[Traffic]:
@@ -119,7 +136,13 @@ class Wrapping(Protocol):
 
 
 def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
-    """Yield rows of these device bytes for rank 0."""
+    """Yield rows of these device bytes for rank 0.
+
+    Args:
+        parameters: Bytes of parameters.
+        optimizer: Bytes of optimizer state.
+        gradients: Bytes of gradients.
+    """
     sizes = {
         State.PARAMETERS: parameters,
         State.OPTIMIZER: optimizer,
@@ -130,8 +153,14 @@ def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Foot
 
 
 def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
-    """Yield (is first, is last, number of equal ones). All between the first and the last are
-    equal."""
+    """Yield the micro-batches of a step, grouped if they are equal.
+
+    Args:
+        count: Micro-batches of a step, at least 1.
+
+    Yields:
+        (is first, is last, number of equal ones). All between the first and the last are equal.
+    """
     yield True, count == 1, 1
     if count > 2:
         yield False, False, count - 2
@@ -186,6 +215,10 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
     """Return the elements of each tensor with a norm, by group of the norm (`Clip.groups`).
 
     Copies on a stage are counted on another stage.
+
+    Args:
+        scene: The scene, whose trained parameters have the gradients.
+        numels: Elements of the gradient of each trained parameter, in order.
     """
     clip = scene.plan.clip
     tensors = zip(numels, scene.facts.trained, strict=True)
@@ -200,11 +233,14 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
 
 
 def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple[int, int]:
-    """Return the bytes of the norm over all wraps of a rank: the peak, and those that live until
-    the step ends.
+    """Return the bytes of the norm over all wraps of a rank.
 
-    `clipped` are the elements of each wrap's gradients by group. None if they are not on the
-    device.
+    Args:
+        scene: The scene, for the gradients' dtype and the device.
+        clipped: `norm_groups` of each wrap. None for a wrap whose gradients are not on the device.
+
+    Returns:
+        The peak, and the bytes that live until the step ends.
     """
     norms = [groups for groups in clipped if groups is not None]
     if scene.plan.clip is None or not norms:
@@ -214,10 +250,17 @@ def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple
 
 
 def clip_bytes(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the bytes of the norm: the peak, and those that live until the step ends.
+    """Return the bytes of the norm.
 
     A scalar of each group of tensors stays until all norms are computed, and one scalar until the
-    step ends. `groups` are the elements of each tensor by group.
+    step ends.
+
+    Args:
+        scene: The scene, for the gradients' dtype and the device.
+        groups: The elements of each tensor, by group of the norm.
+
+    Returns:
+        The peak, and the bytes that live until the step ends.
     """
     # Squares are summed in fp32 at least: a bf16 sum of squares loses the small gradients.
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
@@ -267,6 +310,10 @@ def time_clipping(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> No
     """Time the norm over all wraps of a rank, its all-reduce, and the scaling of gradients.
 
     Gradients on the host are the rank's shard of all gradients.
+
+    Args:
+        scene: The scene. Without a clock nothing is timed.
+        clipped: `norm_groups` of each wrap. None for a wrap whose gradients are not on the device.
     """
     plan, tape = scene.plan, scene.tape
     if tape.clock is None:
@@ -309,13 +356,25 @@ def added_bytes(gradient: Complete) -> int:
 
 
 def time_copy(tape: Tape, dtype: DType, gradient: Complete) -> None:
-    """Time the copy of a first gradient, unless it is stolen."""
+    """Time the copy of a first gradient, unless it is stolen.
+
+    Args:
+        tape: The tape, with or without a clock.
+        dtype: The dtype of the gradient.
+        gradient: The gradient. It is copied if `cloned`; a stolen one takes no time.
+    """
     if gradient.cloned:
         tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
 
 
 def time_addition(tape: Tape, dtype: DType, gradient: Complete) -> None:
-    """Time the addition of a gradient, which reads two tensors and writes one."""
+    """Time the addition of a gradient, which reads two tensors and writes one.
+
+    Args:
+        tape: The tape, with or without a clock.
+        dtype: The dtype of the gradient.
+        gradient: The gradient that is added. Its size in bytes counts three times.
+    """
     tape.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)
 
 
@@ -395,6 +454,10 @@ def always(base: ByRank[Footprint]) -> list[int]:
 def least_above(base: ByRank[Footprint], limit: float) -> float:
     """Return the largest peak above resident memory that fits on any rank.
 
+    Args:
+        base: Rows of resident memory by rank.
+        limit: Bytes of device memory. Infinity for no limit.
+
     Raises:
         PeakExceeded: The resident memory of some rank exceeds `limit`.
     """
@@ -407,7 +470,13 @@ def least_above(base: ByRank[Footprint], limit: float) -> float:
 
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
-    """Return each phase's peak by rank: resident bytes plus the further bytes of its key."""
+    """Return each phase's peak by rank: resident bytes plus the additional bytes of the phase.
+
+    Args:
+        lives: Resident bytes of each rank.
+        keys: The key of each rank in `above`.
+        above: Additional bytes of each phase, by key. Ranks with equal keys share them.
+    """
     first: dict[Hashable, KeyT] = {}
     like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
     return rows_by_rank(
@@ -432,6 +501,11 @@ def expert_count_traffic(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) ->
     """Yield the all-reduce of all counts that a rank with these parts of the model sends in a step.
 
     There is none without counts, or if all ranks have the same tokens.
+
+    Args:
+        spec: A resolved spec.
+        plan: The plan, whose `balance` step defines the axes.
+        parts: The rank's parts of the model, one for each of its stages.
     """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if step is not None and step.axes and size:
@@ -443,6 +517,11 @@ def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
     """Time the all-reduce of `expert_count_traffic` on a tape with a clock.
 
     The compute on a few hundred numbers is not timed.
+
+    Args:
+        plan: The plan, whose `balance` step defines the axes.
+        tape: The tape. Without a clock nothing is timed.
+        parts: The rank's parts of the model, one for each of its stages.
     """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if tape.clock is not None and step is not None and step.axes and size:
