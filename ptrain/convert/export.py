@@ -258,6 +258,10 @@ class FileForm:
 def export_form(saved: SavedModel, *, allow_import: bool) -> FileForm:
     """Return the form in which a model is exported.
 
+    Args:
+        saved: The checkpoint, whose parameters are not loaded.
+        allow_import: Allow user code to run, which finds the buffers of a custom model.
+
     Raises:
         SpecError: No known class of Transformers computes the model, or user code must run and
             `allow_import` is False.

@@ -88,7 +88,11 @@ class SavedModel:
         return module, {} if folder is None else kept_buffers(module, folder)
 
     def require_folder(self, *, needed: bool) -> None:
-        """Raise SpecError if the model needs its pretrained folder, which no longer exists."""
+        """Raise SpecError if the model needs its pretrained folder, which no longer exists.
+
+        Args:
+            needed: True if the model has tensors that checkpoints do not contain.
+        """
         if not needed or self.gone is None:
             return
         finding = f"{self.gone} does not exist any more, but the model needs its untrained tensors"
@@ -110,7 +114,14 @@ class SavedModel:
         return self._sound.step
 
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Load these parameters with full shapes, on the CPU, in the dtype of the training."""
+        """Load these parameters with full shapes, on the CPU, in the dtype of the training.
+
+        Args:
+            names: Keys of `parameters`.
+
+        Returns:
+            The tensors by name; shards of several ranks are combined.
+        """
         entries = {name: self.parameters[name] for name in names}
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -249,6 +260,9 @@ class TextGenerator:
     def score(self, text: str) -> TextScore:
         """Return the score of a text, computed window by window.
 
+        Args:
+            text: The text, with at least two tokens.
+
         Raises:
             SpecError: The text has fewer than two tokens, or tokens beyond the vocabulary.
         """
@@ -378,9 +392,15 @@ def token_origin(data: DataSpec) -> TokenOrigin | None:
 
 
 def token_windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:
-    """Yield windows of `length` + 1 tokens (the last may be shorter), overlapping by one.
+    """Yield windows of tokens that overlap by one.
 
-    Each token except the first is the target of one window.
+    Args:
+        tokens: The tokens of a text; fewer than two give no window.
+        length: The number of targets of a window.
+
+    Yields:
+        `length` + 1 tokens; the last window may be shorter. Each token except the first is the
+        target of one window.
     """
     for first in range(0, len(tokens) - 1, length):
         yield tokens[first : first + length + 1]

@@ -162,6 +162,9 @@ class ChatSample:
         """Return the tokens up to the end of the last answer that fits into `size` tokens.
 
         It is empty if no answer fits.
+
+        Args:
+            size: The maximum number of tokens.
         """
         is_last = self.is_target & ~np.append(self.is_target[1:], False)
         ends = [end for end in np.flatnonzero(is_last) + 1 if end <= size]

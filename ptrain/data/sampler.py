@@ -54,7 +54,15 @@ class SampleSource(Protocol):
     def name(self) -> str: ...
 
     def num_samples(self, sequence: int, split: Split) -> int:
-        """Return the number of samples of an epoch. Raises SpecError if the split has none."""
+        """Return the number of samples of an epoch.
+
+        Args:
+            sequence: The length of a sample, in tokens.
+            split: The split.
+
+        Raises:
+            SpecError: The split has no sample.
+        """
         ...
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
@@ -82,7 +90,13 @@ class SampleSource(Protocol):
         ...
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """Return the number of targets in these samples that count in the loss."""
+        """Return the number of targets in these samples that count in the loss.
+
+        Args:
+            places: The places of the samples in the split.
+            spec: The spec, which states whether targets are ignored.
+            split: The split.
+        """
         ...
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
@@ -129,7 +143,11 @@ class LocalBatch:
         return [self.tokens] if self.labels is None else [self.tokens, self.labels]
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Yield the inputs and targets of each micro-batch, both [micro, sequence], as views."""
+        """Yield the inputs and targets of each micro-batch, both [micro, sequence], as views.
+
+        Args:
+            micro: The number of samples of a micro-batch; it divides the number of rows.
+        """
         labels = self.tokens if self.labels is None else self.labels
         for first in range(0, len(self.tokens), micro):
             yield of_tokens(self.tokens[first : first + micro], labels[first : first + micro])
@@ -144,7 +162,15 @@ class LocalBatch:
         return replace(self, global_tokens=count, ignored=both - count)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the expected shape of `tokens`."""
+        """Return the expected shape of `tokens`.
+
+        Args:
+            rows: The number of samples.
+            sequence: The length of a sample, in tokens.
+
+        Returns:
+            [rows, sequence + 1]: the last token is only a target.
+        """
         return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
@@ -203,12 +229,21 @@ class DatasetBatch:
         return self.samples.tensors
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Yield views of `micro` samples each."""
+        """Yield views of `micro` samples each.
+
+        Args:
+            micro: The number of samples of a micro-batch; it divides the number of samples.
+        """
         for start in range(0, self.samples.rows, micro):
             yield self.samples.slice_rows(start, start + micro)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the expected shape of the first tensor."""
+        """Return the expected shape of the first tensor.
+
+        Args:
+            rows: The number of samples.
+            sequence: Not used: a dataset decides the shape of its samples.
+        """
         return [rows, *self.tensors[0].shape[1:]]
 
     def to(self, device: torch.device) -> DatasetBatch:
@@ -331,7 +366,14 @@ def _batch_error(finding: str, wanted: str) -> SpecError:
 
 
 def blank_batch(spec: Spec) -> StepBatch:
-    """Return a data rank's share of a step with placeholder samples of the spec's shapes."""
+    """Return a data rank's share of a step with placeholder samples of the spec's shapes.
+
+    Args:
+        spec: The spec.
+
+    Returns:
+        The micro-batches of a step in one batch: zeros, or copies of sample 0 of a user dataset.
+    """
     rows, size = spec.batch.accumulate * spec.batch.micro, spec.batch.global_samples
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)

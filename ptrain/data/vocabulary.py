@@ -32,7 +32,11 @@ def encode(text: str) -> NDArray[np.uint16]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Return the text of these ids without special tokens; incomplete characters become U+FFFD."""
+    """Return the text of these ids without special tokens; incomplete characters become U+FFFD.
+
+    Args:
+        tokens: Byte values (below 256) and special tokens, which are dropped.
+    """
     return bytes(token for token in tokens if token < BOS).decode(errors="replace")
 
 

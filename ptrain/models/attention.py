@@ -75,6 +75,15 @@ class SdpaCore(nn.Module):
 
         CPU kernels and the GPU's flash kernel need values as wide as queries, so narrower values
         are padded with zeros, and the padding is removed from the output.
+
+        Args:
+            q_BHTD: Queries [B, H, T, D].
+            k_BHTD: Keys [B, H, T, D].
+            v_BHTD: Values [B, H, T, at most D].
+            mask_TT: Additive mask that broadcasts to [B, H, T, T]; None: causal attention.
+
+        Returns:
+            The output [B, H, T, width of the values].
         """
         narrow, wide = v_BHTD.shape[-1], q_BHTD.shape[-1]
         y_BHTD = F.scaled_dot_product_attention(
@@ -184,7 +193,15 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
 
 def repeat_heads(x_BGTD: Tensor, repeats: int) -> Tensor:
     """Return a copy with each head repeated `repeats` times in a row, even where G = 1 allows a
-    view."""
+    view.
+
+    Args:
+        x_BGTD: Keys or values [B, G, T, D] of G heads.
+        repeats: The number of query heads per head.
+
+    Returns:
+        The heads [B, G · repeats, T, D], or `x_BGTD` itself if `repeats` is 1.
+    """
     if repeats == 1:
         return x_BGTD
     x_BTGRD = x_BGTD.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, repeats, -1)
@@ -252,13 +269,22 @@ class DocumentMasks(nn.Module):
 
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the additive attention mask [B, 1, T, T]: 0, or -inf for tokens that are not
-        attended to."""
+        attended to.
+
+        Args:
+            tokens_BT: Token ids [B, T].
+            dtype: The dtype of the mask.
+        """
         documents_BT = self.number_documents(tokens_BT == self.edge)
         return added_mask(documents_BT, documents_BT, dtype)
 
     def number_documents(self, edges_BT: Tensor) -> Tensor:
         """Return the index of each token's document within its sample, given where edge tokens
-        are."""
+        are.
+
+        Args:
+            edges_BT: Boolean [B, T], True for tokens that mark the edge of a document.
+        """
         begun_BT = edges_BT.cumsum(1)
         return begun_BT - edges_BT.to(begun_BT.dtype) if self.ends else begun_BT
 
@@ -288,12 +314,25 @@ def added_mask(
 
 def are_apart(queries_BT: Tensor, keys_BT: Tensor) -> Tensor:
     """Return True for each pair [B, queries, keys] whose query and key are in different
-    documents."""
+    documents.
+
+    Args:
+        queries_BT: The document of each query, int [B, queries].
+        keys_BT: The document of each key, int [B, keys].
+
+    Returns:
+        Boolean [B, queries, keys].
+    """
     return queries_BT[:, :, None] != keys_BT[:, None, :]
 
 
 def additive_mask(hidden_BTT: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [B, 1, queries, keys] that is -inf where `hidden_BTT` is True, else
-    0."""
+    0.
+
+    Args:
+        hidden_BTT: Boolean [B, queries, keys], True for keys that a query must not attend to.
+        dtype: The dtype of the mask.
+    """
     mask_BTT = torch.zeros_like(hidden_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(hidden_BTT, float("-inf")).unsqueeze(1)

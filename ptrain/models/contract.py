@@ -104,8 +104,15 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
 
 
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
-    """Raise SpecError if `forward` cannot be called with tokens only; for models that are not
-    run."""
+    """Check the signature of a model's `forward` without running it.
+
+    Args:
+        model: The model, which may be on meta.
+        spec: The spec, which names the model in the message.
+
+    Raises:
+        SpecError: `forward` cannot be called with tokens only.
+    """
     try:
         inspect.signature(model.forward).bind(None)
     except ValueError:
@@ -314,7 +321,15 @@ class OnePass:
 
     def count_vectors(self, block: str) -> int | None:
         """Return the number of vectors in a block's output for the sample; None without a
-        tensor."""
+        tensor.
+
+        Args:
+            block: The dotted name of the block.
+
+        Returns:
+            The number of elements of the first output tensor with two or more dimensions, divided
+            by its last size; None if the block returns no such tensor.
+        """
         counts: list[int] = []
 
         def record_output(_: str, __: nn.Module, ___: object, output: object) -> None:

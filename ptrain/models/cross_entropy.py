@@ -68,6 +68,14 @@ def fusible_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -
 
     Run one by one, they need two buffers of the logits' size more. A compiler would not overwrite
     the buffer of `_CrossEntropySum` if logits are narrower than fp32.
+
+    Args:
+        logits_BTV: Logits [B, T, V], unsharded.
+        targets_BT: Target tokens [B, T]; `IGNORED` excludes a token.
+        padding: Number of last logits that belong to no token.
+
+    Returns:
+        The summed cross entropy in nats, 0-d in at least fp32.
     """
     logits_NV = widen(logits_BTV).flatten(0, 1)
     own_NW = logits_NV[:, : logits_NV.shape[1] - padding] if padding else logits_NV

@@ -308,7 +308,12 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
 
 
 def matching_names(module: nn.Module, pattern: str) -> Iterator[str]:
-    """Return the names of the modules that match a pattern."""
+    """Return the names of the modules that match a pattern.
+
+    Args:
+        module: The module whose submodules are searched.
+        pattern: A dotted name, in which `*` matches an index.
+    """
     return (name for name, _ in module.named_modules() if matches_pattern(pattern, name))
 
 

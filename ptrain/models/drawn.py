@@ -399,6 +399,14 @@ class DrawnWeights:
 
         Values are rounded to the constructor's dtype and then to `dtype`. The full parameter is
         drawn.
+
+        Args:
+            name: The dotted name of the parameter.
+            shape: The shape of the full parameter.
+            window: Offset and size along each dimension, in elements.
+            part: Receives the values; its shape is the window's size. Nothing is drawn if it is
+                empty.
+            dtype: The dtype to which values are rounded; `part` may have a wider one.
         """
         if part.numel():
             view, history = self._views[name]

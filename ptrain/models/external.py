@@ -277,6 +277,9 @@ class MapDataset:
     def read(self, indices: Sequence[int]) -> Any:
         """Return samples, collated into a tree of tensors with samples in dimension 0.
 
+        Args:
+            indices: Indices of the dataset, from 0.
+
         Raises:
             SpecError: The user's code raises, or a sample differs from sample 0 in structure, shape
                 or dtype.

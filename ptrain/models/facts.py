@@ -111,7 +111,12 @@ class AttendingCall:
 
     def by_torch(self, attend: Callable[..., Tensor], *heads: Tensor) -> Tensor:
         """Return the result of torch's function `attend` for this call, or for other query, key and
-        value."""
+        value.
+
+        Args:
+            attend: A function with the signature of torch's scaled_dot_product_attention.
+            heads: Query, key and value [B, H, T, D] that replace the call's; none: the call's.
+        """
         return attend(
             *(heads or (self.query, self.key, self.value)),
             attn_mask=self.mask,
@@ -124,7 +129,11 @@ class AttendingCall:
 
 @contextmanager
 def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
-    """Temporarily replace torch's scaled_dot_product_attention by `attend`."""
+    """Temporarily replace torch's scaled_dot_product_attention by `attend`.
+
+    Args:
+        attend: Receives each call, and returns the output [B, H, T, D].
+    """
 
     def attended(
         query: Tensor,
@@ -251,7 +260,13 @@ def _positions_argument(model: nn.Module) -> str:
 
 
 def not_plain(place: str, module: str, call: AttendingCall) -> SpecError:
-    """Return the error for an attention call of this module that is not plain causal attention."""
+    """Return the error for an attention call of this module that is not plain causal attention.
+
+    Args:
+        place: The key of the spec that names the model.
+        module: The dotted name of the module.
+        call: The call, whose `fault` is not empty.
+    """
     finding = f"the attention of {module} {call.fault}, but cp supports plain causal "
     finding += "attention only"
     remedy = f"Call `{_NAME}(…, is_causal=True)` without other options"

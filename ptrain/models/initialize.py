@@ -432,6 +432,12 @@ class InitialValues:
         """Fill `part`, on any device, with this window of a parameter.
 
         Drawn parameters are drawn in full; of published files only the window is read.
+
+        Args:
+            name: The dotted name of the parameter.
+            shape: The shape of the full parameter.
+            window: Offset and size along each dimension, in elements.
+            part: Receives the values, in the window's size.
         """
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
@@ -449,7 +455,14 @@ class InitialValues:
 
 
 def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
-    """Return one full parameter of a model that starts without files, in fp32 on the CPU."""
+    """Return one full parameter of a model that starts without files, in fp32 on the CPU.
+
+    Args:
+        name: The dotted name, which also decides the drawn values and their scale.
+        shape: The shape of the full parameter; rows that pad the vocabulary are zero.
+        seed: The seed of the training.
+        module: The model. Its values are copied if its constructor gave it weights.
+    """
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
     assert isinstance(module, Transformer), "only built-in models have no weights"

@@ -68,7 +68,13 @@ def is_fused(x: Tensor, weight: Tensor | None) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, dims: int) -> Tensor:
     """Return a tensor of ones with the norm's output shape; the norm covers the last `dims`
-    dimensions."""
+    dimensions.
+
+    Args:
+        x: The input [..., features].
+        weight: The scale, or None for a norm without one. Only backward passes use it.
+        dims: The number of last dimensions that the norm covers.
+    """
     y: Tensor = _norm(x, weight, dims)[0]
     return y
 

@@ -118,12 +118,25 @@ class OperatorMode(TorchDispatchMode):
         return self.run_operator(function, args, kwargs or {})
 
     def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator, and return its result. torch removes the mode from the stack
-        meanwhile, so the operators inside are not seen."""
+        """Run a higher-order operator, and return its result.
+
+        torch removes the mode from the stack meanwhile, so the operators inside are not seen.
+
+        Args:
+            function: The operator, which has a `name()` but no schema.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments, {} if it has none.
+        """
         return function(*args, **kwargs)
 
     def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and return its result."""
+        """Run an operator, and return its result.
+
+        Args:
+            function: The operator, an `OpOverload` of aten or of a library.
+            args: Its positional arguments, with plain tensors instead of wrappers.
+            kwargs: Its keyword arguments, {} if it has none.
+        """
         result = function(*args, **kwargs)
         self.on_operator(function, args, kwargs, result)
         return result
@@ -131,7 +144,14 @@ class OperatorMode(TorchDispatchMode):
     def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Handle an operator that has run. Modes that only observe override this method."""
+        """Handle an operator that has run. Modes that only observe override this method.
+
+        Args:
+            function: The operator, an `OpOverload` of aten or of a library.
+            args: Its positional arguments; in-place operators have changed them.
+            kwargs: Its keyword arguments, {} if it has none.
+            result: Its result: a tensor, a tree of tensors and numbers, or None.
+        """
 
 
 class Ledger(OperatorMode):
@@ -152,16 +172,39 @@ class Ledger(OperatorMode):
         self._patches = ExitStack()
 
     def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Handle a storage that existed before the mode saw it. `key` is its C++ address."""
+        """Handle a storage that existed before the mode saw it.
+
+        Args:
+            key: The address of the C++ storage, unique while the storage is alive.
+            storage: The storage.
+        """
 
     def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        """Handle a storage that an operator allocated."""
+        """Handle a storage that an operator allocated.
+
+        Args:
+            key: The address of the C++ storage, unique while the storage is alive.
+            storage: The storage; `sizes[key]` is its size in bytes.
+            operator: The operator's name: `aten::add`, or `inductor::buffer` for a buffer of a
+                compiled program.
+        """
 
     def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
-        """Handle a storage whose size changed from `before` bytes."""
+        """Handle a storage whose size has changed.
+
+        Args:
+            key: The address of the C++ storage, unique while the storage is alive.
+            storage: The storage; `sizes[key]` is its new size in bytes.
+            before: Its size before, in bytes.
+        """
 
     def on_free(self, key: int, size: int) -> None:
-        """Handle a storage of `size` bytes that was freed."""
+        """Handle a storage that was freed.
+
+        Args:
+            key: The address of the C++ storage, which a later storage may reuse.
+            size: Its last size, in bytes; 0 if it was resized to zero before.
+        """
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Follow the storage of a tensor that exists already."""
@@ -191,7 +234,14 @@ class Ledger(OperatorMode):
         return self._run_and_follow(function, args, kwargs, name)
 
     def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator, and follow its results like an operator's."""
+        """Run a higher-order operator, and follow its results like an operator's.
+
+        Args:
+            function: The operator, whose name is reported to `on_allocation`.
+            args: Its positional arguments; unknown storages among them are reported to
+                `on_existing`.
+            kwargs: Its keyword arguments, likewise.
+        """
         return self._run_and_follow(function, args, kwargs, function.name())
 
     def _run_and_follow(

@@ -80,7 +80,9 @@ def without_values(
 ) -> Iterator[None]:
     """Temporarily build modules without parameter values; buffers are computed.
 
-    `empty` moves each parameter to meta as soon as a module registers it.
+    Args:
+        empty: Moves a parameter to meta, in place. It is called as soon as a module registers the
+            parameter.
     """
     register = nn.Module.register_parameter
 
@@ -99,7 +101,15 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def run_constructor(build: Build, more: int) -> nn.Module:
-    """Return `build(more)`; raise NeedsValuesError if it raises."""
+    """Return `build(more)`.
+
+    Args:
+        build: Calls the constructor.
+        more: The number that is added to the seed, so that two builds draw different values.
+
+    Raises:
+        NeedsValuesError: The constructor raises.
+    """
     try:
         return build(more)
     except UserCodeError as error:
@@ -292,7 +302,16 @@ class WrittenStorages(OperatorMode):
 def written_tensors(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield the arguments that an operator's schema marks as written."""
+    """Yield the arguments that an operator's schema marks as written.
+
+    Args:
+        function: The operator, an `OpOverload` with a schema.
+        args: Its positional arguments. A list of tensors is flattened.
+        kwargs: Its keyword arguments.
+
+    Yields:
+        The tensors that an in-place or `out=` operator changes; none for other operators.
+    """
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -101,6 +101,9 @@ def dropout_by(drop: Drop) -> Iterator[None]:
     """Temporarily pass every call of F.dropout that draws a mask to `drop`, including nn.Dropout's.
 
     Within `switched_off` it has no effect.
+
+    Args:
+        drop: Receives each call, and returns the output, which has the input's shape.
     """
     before: Any = F.dropout
     if isinstance(before, DisabledDropout):
@@ -177,6 +180,10 @@ def seed_device(seed: int, device: torch.device) -> None:
 
     torch.manual_seed seeds every kind of device, and formats a traceback for each that is not
     initialized, which takes 0.4 ms per step.
+
+    Args:
+        seed: The seed of both generators.
+        device: The device. Only the host's generator is seeded if it is no GPU.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -25,5 +25,10 @@ def widen(x: Tensor) -> Tensor:
 
 
 def cap_values(x: Tensor, cap: float | None) -> Tensor:
-    """Return `x` bounded to ±cap by tanh, or `x` itself if `cap` is None."""
+    """Return `x` bounded to ±cap by tanh, or `x` itself if `cap` is None.
+
+    Args:
+        x: A tensor of any shape, usually logits or attention scores.
+        cap: The bound, above 0.
+    """
     return x if cap is None else torch.tanh(x / cap) * cap

@@ -45,6 +45,13 @@ def when_left(inputs: Any, notify: Callable[[], None]) -> Any:
     """Return a module's inputs, marked so that `notify` runs when their gradients are complete.
 
     If no input requires gradients, `notify` is never called.
+
+    Args:
+        inputs: A tree of tensors and other values.
+        notify: Runs in the backward pass, before the gradients are passed on.
+
+    Returns:
+        The tree, with views of the tensors that require gradients.
     """
     tensors: list[Tensor] = []
     tree_map(lambda x: tensors.append(x) if has_gradient(x) else None, inputs)
@@ -74,12 +81,22 @@ class Projections:
         self._pieces: dict[str, set[tuple[int, int]]] = {}  # first feature and number of features
 
     def register_output(self, name: str, output: torch.Tensor) -> None:
-        """Register the output of a layer."""
+        """Register the output of a layer.
+
+        Args:
+            name: The dotted name of the layer.
+            output: Its full output [..., features].
+        """
         self._features[name] = features = output.shape[-1]
         self._outputs[storage_of(output)] = name, features, output.numel()
 
     def record_views(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """Record the results of an operator that are views of part of a layer's output."""
+        """Record the results of an operator that are views of part of a layer's output.
+
+        Args:
+            read: The tensors that the operator read; only full outputs of layers matter.
+            results: Its results. Other tensors than views of `read` are ignored.
+        """
         whole = {storage_of(tensor) for tensor in read if self.is_whole(tensor)}
         for tensor in results:
             key = storage_of(tensor)
@@ -95,6 +112,12 @@ class Projections:
         """Return the widths of a layer's projections, or () if it is a single one.
 
         Views count as projections if they tile the output's features without gaps.
+
+        Args:
+            name: The dotted name of the layer.
+
+        Returns:
+            The widths in features, in the order of the output's features.
         """
         pieces = sorted(self._pieces.get(name, ()))
         ends = [first + number for first, number in pieces]
@@ -157,7 +180,12 @@ class ShardChecks:
         self._if_not_projections: list[tuple[str, int, Problem]] = []  # layer, their number
 
     def register_output(self, column: str, output: torch.Tensor) -> None:
-        """Register the output of a column layer, whose last dimension is sharded."""
+        """Register the output of a column layer, whose last dimension is sharded.
+
+        Args:
+            column: The dotted name of the layer.
+            output: Its output [..., features on this rank].
+        """
         self.projections.register_output(column, output)
         self._set_sharded_dim(output, output.dim() - 1)
 
@@ -196,8 +224,15 @@ class ShardChecks:
         column: str,
         where: str,
     ) -> Iterator[Problem]:
-        """Yield a problem if a shard is viewed as a fixed number of heads with an inferred
-        width."""
+        """Yield a problem if a view of a shard has a fixed number of heads and an inferred width.
+
+        Args:
+            tensor: The shard.
+            sizes: The sizes that the program requested; -1 is inferred.
+            view: The result.
+            column: Name of the column layer that returned the shard.
+            where: Name of the module that runs the view.
+        """
         before, after = self._sharded_dim(tensor), self._sharded_dim(view)
         if before is None or after is None or -1 not in sizes[after + 1 :]:
             return
@@ -221,6 +256,10 @@ class ShardChecks:
 
         It is a dimension with the size of an input's sharded dimension, at the same place counted
         from either end.
+
+        Args:
+            read: The tensors that the operator read.
+            results: Its results. Views of `read` are skipped, because they share its record.
         """
         sources = [
             (tensor, cut) for tensor in read if (cut := self._sharded_dim(tensor)) is not None

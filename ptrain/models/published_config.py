@@ -158,8 +158,16 @@ class StoredTensor:
     section: JoinedRows | None = None
 
     def window_pieces(self, part: Tensor, window: Window) -> Iterator[StoredPiece]:
-        """Yield the windows of file tensors that fill `part`, which is this window of the
-        parameter."""
+        """Yield the windows of file tensors that fill a window of the parameter.
+
+        Args:
+            part: Receives the values; its shape is the window's size.
+            window: Offset and size along each dimension of the parameter, in elements.
+
+        Yields:
+            The file tensor's name, a window of the file tensor, and the view of `part` that it
+            fills. The view is transposed if the file's tensor is.
+        """
         (first, count), *others = window
         if self.is_stacked:
             for name, place in zip(self.names[first : first + count], part, strict=True):

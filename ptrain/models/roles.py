@@ -143,6 +143,14 @@ def _plan_roles(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
 def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
     """Return the place of the plan, and the names of modules that hold a layer's experts.
 
+    Args:
+        module: The model, which may be on meta.
+        spec: The spec, which names the model in messages.
+
+    Returns:
+        The key of the spec for messages about the plan, and the dotted names of all matching
+        modules in the model's order.
+
     Raises:
         SpecError: No plan entry matches a module of experts.
     """
@@ -198,8 +206,15 @@ def _missing_entries_remedy(entries: str, plan: _Plan) -> str:
 
 
 def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
-    """Temporarily turn exceptions into SpecError while a plan attribute, maybe a property, is
-    read."""
+    """Temporarily turn exceptions into SpecError while a plan attribute is read.
+
+    The attribute may be a property that runs user code.
+
+    Args:
+        module: The model that has the attribute.
+        attribute: Its name, for example `tp_plan`.
+        spec: The spec, which names the model in the message.
+    """
     place, name = named_in_spec(module, spec)
     return report_exceptions(
         place, f"{attribute} of {name}", "Correct the attribute, or remove it."

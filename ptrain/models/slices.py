@@ -73,7 +73,10 @@ class SeparateDraws:
     ) -> bool:
         """Return True if an operator draws a mask that would be wrong on ranks.
 
-        `is_own`: the operator reads tensors that differ between ranks.
+        Args:
+            function: The operator. Only those that draw masks can be wrong.
+            results: Its results.
+            is_own: True if the operator reads tensors that differ between ranks.
         """
         name = function._schema.name
         storages = [*map(storage_of, results)]
@@ -113,12 +116,24 @@ class TokenSlices:
         return storage in self._slices
 
     def enter(self, name: str, first: Storage) -> None:
-        """Note that a module receives a tensor."""
+        """Note that a module receives a tensor.
+
+        Args:
+            name: The dotted name of the module.
+            first: The storage of its first floating-point input. It is a token shard if the module
+                is the first block.
+        """
         if name == self.first:
             self._slices.add(first)
 
     def leave(self, name: str, outputs: Iterable[Storage]) -> None:
-        """Note that a module has returned tensors."""
+        """Note that a module has returned tensors.
+
+        Args:
+            name: The dotted name of the module.
+            outputs: The storages of its outputs. A row layer returns token shards; a column layer
+                and the last block return all tokens.
+        """
         role = self._named.get(name)
         if name == self.last or role in COLUMNS:
             self._slices.difference_update(outputs)
@@ -128,7 +143,13 @@ class TokenSlices:
     def record_operator(
         self, owners: Iterable[str], results: Iterable[Storage], *, is_slice: bool
     ) -> None:
-        """Note an operator that reads parameters of `owners`, on a token shard or on all tokens."""
+        """Note an operator that reads parameters.
+
+        Args:
+            owners: The dotted names of the modules that have the parameters.
+            results: The storages of its results, which become token shards if `is_slice`.
+            is_slice: True if it reads a token shard, False if it reads all tokens.
+        """
         (self.modules if is_slice else self._on_all).update(owners)
         if is_slice:
             self._slices.update(results)
@@ -239,7 +260,14 @@ class ShardFollower(OperatorMode):
             )
 
     def on_begin(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
-        """Check and track the input of a module that starts."""
+        """Check and track the input of a module that starts.
+
+        Args:
+            name: The dotted name of the module.
+            child: The module.
+            args: Its positional inputs. Layers with a role must receive their input here.
+            kwargs: Its keyword inputs.
+        """
         role = self._named.get(name)
         self._draws.enter(name)
         if role in _OPERATORS and not args:  # torch's parallel styles see positional inputs only
@@ -270,7 +298,14 @@ class ShardFollower(OperatorMode):
             self._say_unpaired(name, min(self._slices[given]))
 
     def on_end(self, name: str, _: nn.Module, __: object, output: object) -> None:
-        """Track the outputs of a module that has ended."""
+        """Track the outputs of a module that has ended.
+
+        Args:
+            name: The dotted name of the module.
+            _: The module, which is not used.
+            __: Its inputs, which are not used.
+            output: Its output: a tensor, or a tree of tensors and other values.
+        """
         role = self._named.get(name)
         self._draws.leave(name)
         for storage in [storage for storage, of in self._counted.items() if of == name]:
@@ -330,7 +365,16 @@ class ShardFollower(OperatorMode):
                     self._learnt[key] = frozenset()
 
     def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, check its inputs and classify its results."""
+        """Run an operator, check its inputs and classify its results.
+
+        Args:
+            function: The operator, an `OpOverload` with a schema.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments, {} if it has none.
+
+        Returns:
+            The operator's result, unchanged.
+        """
         tensors = list(tensors_of((args, kwargs)))
         read = [storage_of(tensor) for tensor in tensors]
         result = function(*args, **kwargs)
@@ -359,8 +403,15 @@ class ShardFollower(OperatorMode):
         return result
 
     def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
-        """Check views of feature shards that fix the number of heads, except in counting
-        modules."""
+        """Check a view of a feature shard that fixes the number of heads.
+
+        Views in modules with the role count are not checked.
+
+        Args:
+            tensor: The tensor that is viewed.
+            sizes: The sizes that the program requested; -1 is inferred.
+            view: The result.
+        """
         column = min(self._slices.get(storage_of(tensor), ()), default="")
         if column and not any(name in self._counting for name in self.running[-1:]):
             self._report_first(

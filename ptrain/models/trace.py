@@ -93,7 +93,11 @@ class Selection:
         self._dependent.add(_storage_key(tensor))
 
     def forget(self, key: int) -> None:
-        """Remove a freed storage, whose key may be reused."""
+        """Remove a freed storage, whose key may be reused.
+
+        Args:
+            key: The storage's key, the address of the C++ storage.
+        """
         self._given.discard(key)
         self._dependent.discard(key)
 
@@ -102,8 +106,15 @@ class Selection:
         self._reads |= self._is_dependent(tree)
 
     def before_operator(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
-        """Record and overwrite data-dependent selections of an operator before it runs in
-        `module`."""
+        """Record an operator's data-dependent selections before it runs, and overwrite their masks.
+
+        Masks that are inputs of the model are not overwritten.
+
+        Args:
+            function: The operator. Without the tag `dynamic_output_shape` it selects nothing.
+            arguments: Its positional arguments.
+            module: The dotted name of the module that runs it.
+        """
         name = function._schema.name
         if name in _VALUES:
             self.mark_read(arguments)
@@ -121,7 +132,13 @@ class Selection:
                 _overwrite_mask(mask, self.extent, is_first=is_first)
 
     def after_operator(self, function: Any, arguments: object, result: object) -> None:
-        """Mark results that depend on data: drawn ones, and results of dependent arguments."""
+        """Mark results that depend on data: drawn ones, and results of dependent arguments.
+
+        Args:
+            function: The operator.
+            arguments: All its arguments, as a tree.
+            result: Its result, as a tree.
+        """
         name = function._schema.name
         is_drawn = torch.Tag.nondeterministic_seeded in function.tags
         if is_drawn or (not name.endswith(_OF_SHAPES) and self._is_dependent(arguments)):
@@ -306,6 +323,11 @@ def to_complete_item(
     """Return a completed gradient in bytes.
 
     Gradients that are views of one storage keep it alive, so only the `last` one carries its size.
+
+    Args:
+        event: The completed gradient.
+        last: The last completed gradient in each storage, by storage id.
+        sizes: Bytes of all storages, by storage id.
     """
     size = sizes[event.id] if last[event.id] is event else 0
     beside = sum(sizes[number] for number in event.freed)

@@ -40,6 +40,14 @@ def apply_rotary(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
     Elements after the pairs stay unchanged. The tables may have rows for more tokens than there
     are.
+
+    Args:
+        x_BTHD: Queries or keys [B, T, H, D] with D of at least 2K.
+        cos_TK: The cosines of the angles [T or more, K].
+        sin_TK: Their sines [T or more, K].
+
+    Returns:
+        The rotated tensor, in the shape and dtype of `x_BTHD`; it is computed in at least fp32.
     """
     num_tokens, num_turned = x_BTHD.shape[1], 2 * cos_TK.shape[-1]
     cos_T1K, sin_T1K = cos_TK[:num_tokens, None], sin_TK[:num_tokens, None]
@@ -184,7 +192,12 @@ class LayerNorm(nn.Module):
 
 
 def norm_of(shape: ModelShape, features: int) -> nn.Module:
-    """Return the model's kind of norm over `features` elements."""
+    """Return the model's kind of norm over `features` elements.
+
+    Args:
+        shape: The model, which decides the kind and the epsilon.
+        features: The size of the last dimension of the norm's input.
+    """
     match shape.norm:
         case Norm.RMS:
             return RMSNorm(features, shape.norm_eps)
@@ -321,8 +334,16 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
 
     def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:
-        """Return the hidden states after the block; `given` are the further arguments of
-        attention."""
+        """Return the hidden states after the block.
+
+        Args:
+            x_BTC: Hidden states [B, T, C].
+            given: The further arguments of attention: tables of rotary angles and a mask, if the
+                model has them.
+
+        Returns:
+            Hidden states [B, T, C].
+        """
         if self.mlp_norm is None:
             y_BTC = self.attention_norm(x_BTC)
             x_BTC = x_BTC + self._residual_term(
@@ -438,6 +459,10 @@ class Transformer(nn.Module):
         """Set the positions of all later inputs, and resize the tables of angles.
 
         The window's mask still covers full sequences.
+
+        Args:
+            spans: The positions of the input tokens, as pairs of the first position and the one
+                after the last. The inputs have as many tokens as the spans together.
         """
         self.spans = spans
         num_tokens = sum(behind - first for first, behind in spans)
@@ -460,7 +485,14 @@ class Transformer(nn.Module):
         return self.logits(x_BTC)
 
     def logits(self, x_BTC: Tensor) -> Tensor:
-        """Return the logits of normalized hidden states."""
+        """Return the logits of normalized hidden states.
+
+        Args:
+            x_BTC: Hidden states [B, T, C] after the final norm.
+
+        Returns:
+            Logits [B, T, V].
+        """
         if self.head is None:
             return cap_values(F.linear(x_BTC, self.embed.weight), self.shape.logit_soft_cap)
         logits_BTV: Tensor = self.head(x_BTC)

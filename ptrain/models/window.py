@@ -16,7 +16,12 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def narrow_to_window(tensor: Tensor, window: Window) -> Tensor:
-    """Return the view of a tensor that a window describes."""
+    """Return the view of a tensor that a window describes.
+
+    Args:
+        tensor: A tensor with at least as many dimensions as the window.
+        window: Offset and size along each dimension, in elements; dimensions after them stay full.
+    """
     for dim, (offset, size) in enumerate(window):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -26,6 +31,11 @@ def select_rows(window: Window, start: int, count: int) -> Window:
     """Return the part of a window with `count` rows from row `start`, relative to the window.
 
     A window without dimensions is returned unchanged.
+
+    Args:
+        window: Offset and size along each dimension, in elements.
+        start: The first row, counted from the window's offset.
+        count: The number of rows in dimension 0.
     """
     return ((window[0][0] + start, count), *window[1:]) if window else window
 

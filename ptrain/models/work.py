@@ -52,7 +52,11 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def is_free(name: str) -> bool:
-    """Return True if an operator of this name moves no bytes: it allocates, or waits."""
+    """Return True if an operator of this name moves no bytes: it allocates, or waits.
+
+    Args:
+        name: The full name, for example `aten::new_empty`.
+    """
     return "empty" in name or name.endswith("::_local_scalar_dense")
 
 
@@ -60,6 +64,9 @@ def kind_of(name: str) -> OperatorKind:
     """Return the kind of an operator whose time depends on bytes, also for its backward operator.
 
     Names in no list count as pointwise.
+
+    Args:
+        name: The name without namespace and overload, for example `_softmax_backward_data`.
     """
     plain = name.removesuffix("_")
     names = (plain, plain.removesuffix("_data").removesuffix("_backward"))
@@ -227,7 +234,11 @@ _KNOWN = ("aten", "prim", "prims", "profiler", "ptrain")
 
 
 def is_opaque(function: Any) -> bool:
-    """Return True if an operator is custom, so that its name does not reveal its computation."""
+    """Return True if an operator is custom, so that its name does not reveal its computation.
+
+    Args:
+        function: The operator, an `OpOverload`.
+    """
     return function.namespace not in _KNOWN and "c10d" not in function.namespace
 
 

@@ -273,8 +273,13 @@ class Muon(_PerTensorOptimizer):
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return an approximation of U V^T of the matrix's singular value decomposition.
 
-    Its singular values are between 0.7 and 1.2. The iteration runs in bf16 as torch's, in fp64 for
-    an fp64 matrix.
+    Its singular values are between 0.7 and 1.2. The iteration runs in the dtype of the result.
+
+    Args:
+        matrix: A matrix [rows, columns] of any dtype.
+
+    Returns:
+        A matrix of the same shape in bf16, or in fp64 for an fp64 matrix.
     """
     x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
@@ -492,7 +497,13 @@ class TorchOptimizer:
             leaf.optimizer = self.optimizer
 
     def step(self, lr: float, scalars: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
-        """Update all leaves with this learning rate; `scalars` are loss scale and skip flag."""
+        """Update all leaves that have a gradient.
+
+        Args:
+            lr: The learning rate of this step.
+            scalars: The loss scale that gradients are divided by (None: unscaled), and the skip
+                flag; both 0-d on the leaves' device. None: the update always happens.
+        """
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets

@@ -41,7 +41,12 @@ class GhostFused:
         self.rule, self.leaves, self.reader = rule, leaves, reader
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
-        """Report the update to the reader. No size changes."""
+        """Report the update to the reader. No memory is allocated.
+
+        Args:
+            lr: The learning rate, which is not used.
+            scalars: Loss scale and skip flag, which are not used.
+        """
         _report_update(self.rule, self.leaves, self.reader)
 
 
@@ -63,7 +68,13 @@ class GhostByTensor(GhostFused):
         self.temporaries = temporaries
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
-        """Report the update, and allocate and free the temporaries of each tensor on the device."""
+        """Report the update, and allocate and free the temporaries of each tensor on the device.
+
+        Args:
+            lr: The learning rate, which is not used.
+            scalars: Loss scale and skip flag. Some rules need more temporary bytes with them than
+                with None.
+        """
         super().step(lr, scalars)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
@@ -175,6 +186,10 @@ def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
     """Yield the operators that Muon's update of one matrix runs, in order.
 
     The update is `optimizers.build.Muon`.
+
+    Args:
+        shape: Rows and columns of the matrix.
+        updated: Dtype of the matrix. The iteration runs in bf16, or in fp64 for fp64.
     """
     rows, columns = sorted(shape)
     iterated = DType.FP64 if updated is DType.FP64 else DType.BF16

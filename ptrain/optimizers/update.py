@@ -42,7 +42,11 @@ class Slot(Protocol[T]):
         ...
 
     def put(self, working: T) -> None:
-        """Store this rank's part of the tensor that `fetch` returned, after its update."""
+        """Store this rank's part of the tensor that `fetch` returned, after its update.
+
+        Args:
+            working: The tensor that `fetch` returned, with the updated state of all elements.
+        """
 
 
 class ResidentSlot(Generic[T]):
@@ -128,7 +132,14 @@ class Scale(Protocol[T]):
     """
 
     def scalars_for(self, tensor: T) -> tuple[T | None, T]:
-        """Return scale and skip flag on the device of `tensor`."""
+        """Return scale and skip flag on the device of `tensor`.
+
+        Args:
+            tensor: The tensor that is updated.
+
+        Returns:
+            The loss scale (0-d), None if the loss is unscaled, and the skip flag (0-d): 1 or 0.
+        """
         ...
 
 
@@ -171,14 +182,22 @@ class TargetsUpdate(Generic[T, X]):
         self.groups = [UpdateGroup(group, spec, room, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
-        """Update all targets from their gradients with this learning rate.
+        """Update all targets from their gradients.
 
-        `scaling` carries the loss scale and the flag that skips the update on the device.
+        Args:
+            lr: The learning rate of this step.
+            scaling: The loss scale, and the flag that skips the update on the device. None:
+                gradients are unscaled, and the update always happens.
         """
         self.for_each_group(lambda group: group.step(lr, scaling))
 
     def for_each_group(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
-        """Call `act` with each group, in order."""
+        """Call `act` with each group, in order.
+
+        Args:
+            act: Receives each group. There is one group per unit, or one for all units if every
+                update is in place.
+        """
         for group in self.groups:
             act(group)
 
@@ -417,17 +436,38 @@ def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
     """Return the rule of a tensor: the spec's for matrices within the model, else its remainder.
 
     Muon, for example, updates matrices within the model; its row names the rule of the remainder.
+
+    Args:
+        spec: The optimizer.
+        is_hidden: True for a matrix within the model, False for embeddings, heads, norms and
+            biases.
+
+    Returns:
+        A key of `OPTIMIZERS`.
     """
     return spec.name if is_hidden else spec.properties.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    """Return torch's names of the state that a rule keeps in the shape of the tensor."""
+    """Return torch's names of the state that a rule keeps in the shape of the tensor.
+
+    Args:
+        rule: A key of `OPTIMIZERS`.
+        spec: The hyperparameters. SGD without momentum keeps no state.
+    """
     row = OPTIMIZERS[rule]
     return () if row.needs_momentum and not spec.momentum else row.moments
 
 
 def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
-    """Return the bytes of optimizer state per element: 12 for AdamW with fp32 masters."""
+    """Return the bytes of optimizer state per element.
+
+    Args:
+        spec: The optimizer. If its rule is for matrices only, the rule of other tensors counts.
+        layout: The dtypes of master copies (None: no master copies) and moments.
+
+    Returns:
+        Bytes per element: 12 for AdamW with fp32 masters.
+    """
     master = layout.master.itemsize if layout.master else 0
     return master + len(moment_names(rule_of(spec, False), spec)) * layout.moments.itemsize

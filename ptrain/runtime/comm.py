@@ -434,6 +434,10 @@ class Mesh:
         All ranks create the groups of all lines along the axis. torch names a group that only its
         members create by its ranks, so a second one of that name would find the addresses of the
         first in the store.
+
+        Args:
+            axis: The axis of the group.
+            places: The coordinates along the axis, from 0.
         """
         assert self.device_mesh is not None
         with unset_fake_temporarily():
@@ -447,7 +451,12 @@ class Mesh:
         return own[0] if own else None
 
     def register_group(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
-        """Register a group along `axes` that was created elsewhere, and set its timeout."""
+        """Register a group along `axes` that was created elsewhere, and set its timeout.
+
+        Args:
+            group: An existing process group.
+            axes: The axes, in any order. Meters report the group's traffic under them.
+        """
         if self.world.backend != "fake":
             set_timeout(group, self.world.timeout)
         self._adopted[group.group_name] = self.sort_axes(axes)
@@ -463,7 +472,14 @@ class Mesh:
         return self._coordinates[axis]
 
     def position(self, axes: Sequence[Axis]) -> int:
-        """Return this rank's row-major position over `axes`, the first outermost; 0 over none."""
+        """Return this rank's row-major position over `axes`, the first outermost; 0 over none.
+
+        Args:
+            axes: The axes, from the outermost to the innermost.
+
+        Returns:
+            The position, from 0 to the group size minus one; 0 if `axes` is empty.
+        """
         return row_major((self.coordinate(axis), self.degrees[axis]) for axis in axes)
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:

@@ -22,7 +22,12 @@ class EventReceiver(Protocol):
     """The receiver of a step's events. Sizes are in bytes."""
 
     def record_allocation(self, size: int, tier: Tier) -> None:
-        """Note that `size` bytes were allocated on a tier, or freed if negative."""
+        """Note that bytes were allocated or freed.
+
+        Args:
+            size: Allocated bytes; negative for freed bytes.
+            tier: The tier that holds them.
+        """
 
     def record_collective(
         self,
@@ -46,13 +51,33 @@ class EventReceiver(Protocol):
         """
 
     def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
-        """Note a copy of `size` bytes between two tiers."""
+        """Note a copy between two tiers.
+
+        Args:
+            source: The tier that is read.
+            target: The tier that is written.
+            state: The state that the bytes are counted under.
+            size: Bytes read from `source`.
+        """
 
     def record_operator(self, kind: OperatorKind, dtype: DType, size: int) -> None:
-        """Note an operator that reads and writes `size` bytes in total."""
+        """Note an operator that reads and writes memory.
+
+        Args:
+            kind: The kind, which decides how its time is predicted.
+            dtype: The dtype of its result.
+            size: Bytes read and written, in total.
+        """
 
     def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
-        """Note an optimizer step by a rule, on tensors of these shapes on one tier."""
+        """Note an optimizer step of one optimizer.
+
+        Args:
+            rule: The name of the rule, for example `adamw`.
+            dtype: The dtype of the updated tensors.
+            tier: The tier on which all of them are.
+            shapes: The shapes of the tensors that have a gradient.
+        """
 
 
 class Storage:
@@ -81,7 +106,11 @@ class Storage:
             self._reader.record_allocation(-self.size, self.tier)
 
     def resize(self, size: int) -> None:
-        """Set the size and report the difference."""
+        """Set the size and report the difference.
+
+        Args:
+            size: The new size in bytes; 0 frees the storage.
+        """
         self._reader.record_allocation(size - self.size, self.tier)
         self.size = size
 

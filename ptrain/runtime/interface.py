@@ -123,15 +123,24 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def zeros(self, numel: int, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
-        """Return a tensor of `numel` zeros on a tier."""
+        """Return a 1-d tensor of zeros.
+
+        Args:
+            numel: Number of elements.
+            dtype: Its dtype.
+            tier: Its tier.
+            state: The state that it counts as.
+            name: The unit that it belongs to, "" if none.
+        """
         ...
 
     def empty_like(self, tensor: T, numel: int) -> T:
-        """Return an uninitialized 1-d tensor of `numel` elements like `tensor`.
+        """Return an uninitialized 1-d tensor with the dtype and the state of another tensor.
 
-        It has the dtype and the state of `tensor`.
-
-        It is on the same tier, or in host memory if `tensor` is in a mapped file.
+        Args:
+            tensor: The other tensor. The result is on its tier, or in host memory if it is in a
+                mapped file.
+            numel: Number of elements.
         """
         ...
 
@@ -140,7 +149,13 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def scalar_like(self, tensor: T, dtype: DType, initial: float = 0.0) -> T:
-        """Return a 0-d tensor with the value `initial` on the same device."""
+        """Return a 0-d tensor with the value `initial` on the same device.
+
+        Args:
+            tensor: Decides the device. The result is in host memory if it is in a mapped file.
+            dtype: The dtype of the result.
+            initial: The value.
+        """
         ...
 
     def numel(self, tensor: T) -> int: ...
@@ -163,6 +178,14 @@ class TensorRuntime(Protocol[T]):
         """Return the tensor in another dtype, on its tier.
 
         A tensor that already has the dtype is returned itself, unless `copy`.
+
+        Args:
+            tensor: A tensor of any shape.
+            dtype: The dtype of the result.
+            state: The state that the result counts as, also if it is `tensor` itself. None: a copy
+                has no state, and `tensor` keeps its state.
+            name: The unit that the result belongs to; ignored without a state.
+            copy: Copy even if the dtype is equal.
         """
         ...
 
@@ -171,7 +194,16 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def copy_to_tier(self, tensor: T, tier: Tier, state: State) -> T:
-        """Return a copy on another tier."""
+        """Return a copy on another tier.
+
+        Args:
+            tensor: A tensor of any shape; it stays on its tier.
+            tier: The tier of the copy.
+            state: The state that the copy counts as.
+
+        Returns:
+            The copy, in the shape and dtype of `tensor`.
+        """
         ...
 
     def copy(self, source: T, into: T) -> None:
@@ -275,7 +307,16 @@ class TensorRuntime(Protocol[T]):
         ...
 
     def all_reduce(self, tensor: T, axes: Axes, *, is_awaited: bool) -> PendingResult[T]:
-        """Sum a tensor over the ranks in place."""
+        """Sum a tensor over the ranks in place.
+
+        Args:
+            tensor: This rank's summand, which is overwritten with the sum.
+            axes: The axes of the group.
+            is_awaited: Wait for the communication.
+
+        Returns:
+            The move; its `wait` returns `tensor` with the sum.
+        """
         ...
 
 
@@ -283,7 +324,12 @@ class OptimizerFactory(Protocol[T]):
     """The optimizer factory of a runtime, by the name of a rule."""
 
     def create_leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
-        """Return an empty leaf in a dtype, on the device of a tensor."""
+        """Return a leaf without elements, whose value is set before each update.
+
+        Args:
+            like: A tensor on the device of the update.
+            dtype: The dtype of the leaf.
+        """
         ...
 
     def wrap_leaf(self, tensor: T) -> OptimizerLeaf[T]:
@@ -293,7 +339,13 @@ class OptimizerFactory(Protocol[T]):
     def create_optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[T]], spec: OptimizerSpec
     ) -> Optimizer[T]:
-        """Return an optimizer of a rule for leaves on one device."""
+        """Return an optimizer of a rule for leaves on one device.
+
+        Args:
+            rule: The name of the rule, for example `adamw`.
+            leaves: The leaves that every step updates; their gradients may be None.
+            spec: The hyperparameters. The learning rate is passed to each step instead.
+        """
         ...
 
 
@@ -319,7 +371,11 @@ class UnitParameters(Protocol[T_contra]):
         ...
 
     def bind_views(self, whole: T_contra) -> None:
-        """Copy the parameters to a flat tensor and make them views of it."""
+        """Copy the parameters to a flat tensor and make them views of it.
+
+        Args:
+            whole: The flat tensor (1-d), large enough for all parameters of the unit.
+        """
 
     def write_gradient(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
         """Write one parameter's gradient to its place in a flat tensor, and drop it.
@@ -335,6 +391,10 @@ class UnitParameters(Protocol[T_contra]):
         """Add one parameter's gradient to its place in a flat tensor, and drop it.
 
         Does nothing if the parameter has no gradient.
+
+        Args:
+            index: The parameter's index in the unit.
+            whole: The flat tensor of the unit (1-d), in which gradients are summed.
         """
 
     def drop_gradients(self) -> None:

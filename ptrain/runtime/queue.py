@@ -51,7 +51,11 @@ class Milestone(Protocol):
         """Wait until the mark has passed."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Return the seconds on the device between two passed marks."""
+        """Return the seconds on the device between two passed marks.
+
+        Args:
+            earlier: A mark of the same queue that was set before this one.
+        """
         ...
 
 
@@ -105,7 +109,11 @@ class DeviceQueue:
         return HostTime(time.perf_counter())
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host, whose values are valid when a later mark has passed."""
+        """Return a copy on the host, whose values are valid when a later mark has passed.
+
+        Args:
+            tensor: A tensor on the queue's device.
+        """
         pinned = self.device.type == "cuda"  # a copy to pageable memory blocks the host
         held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return held.copy_(tensor, non_blocking=True)

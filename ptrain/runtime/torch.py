@@ -45,6 +45,14 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> tor
     """Return the tensor in `dtype`, on its tier.
 
     A tensor that already has the dtype is returned itself, unless `copy`.
+
+    Args:
+        tensor: A tensor of any shape.
+        dtype: The dtype of the result.
+        copy: Copy even if the dtype is equal.
+
+    Returns:
+        The tensor. It is in host memory if `tensor` is in a mapped file and is copied.
     """
     if tensor.dtype == dtype and not copy:
         return tensor
@@ -104,7 +112,16 @@ class Tiers:
         return self.registry.tag(tensor, state)
 
     def copy_to_tier(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
-        """Return a copy of `tensor` on another tier."""
+        """Return a copy of `tensor` on another tier.
+
+        Args:
+            tensor: A tensor of any shape; it stays on its tier.
+            tier: The tier of the copy.
+            state: The state that the copy counts as.
+
+        Raises:
+            SpecError: The folder of the file tier cannot hold it.
+        """
         numel = None if tensor.dim() == 0 else tensor.numel()
         return self.empty(numel, tensor.dtype, tier, state).view(tensor.shape).copy_(tensor)
 
@@ -166,6 +183,13 @@ class TorchRuntime:
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
         """Return an uninitialized tensor; see `TensorRuntime.new_empty`.
+
+        Args:
+            numel: Number of elements of a 1-d tensor, None for a 0-d tensor.
+            dtype: Its dtype.
+            tier: Its tier. Host tensors are pinned if the device is a GPU.
+            state: The state that it counts as.
+            name: The unit that it belongs to; "" sets no unit.
 
         Raises:
             SpecError: The folder of the file tier cannot hold it.

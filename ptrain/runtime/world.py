@@ -308,6 +308,14 @@ def listen_arguments(address: str, port: int) -> dict[str, int]:
     torch would listen on all interfaces. The result is empty if `address` is a name, is not an
     address of this node, or is in use. A name is not resolved: Debian maps a node's name to its
     loopback interface, which other nodes cannot reach.
+
+    Args:
+        address: An IPv4 or IPv6 address of this node.
+        port: The TCP port.
+
+    Returns:
+        The keyword argument `master_listen_fd` of TCPStore, or {} if the store must bind the port
+        itself.
     """
     with suppress(ValueError, OSError):
         version = ipaddress.ip_address(address).version
@@ -322,9 +330,13 @@ def listen_arguments(address: str, port: int) -> dict[str, int]:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
-    """Set the time limit of a group's collectives to `timeout.step`; None is the default group.
+    """Set the time limit of a group's collectives.
 
     torch's default is 30 minutes under gloo, and new groups do not inherit a limit.
+
+    Args:
+        group: The group, or None for the default group.
+        timeout: The limits of the spec; `timeout.step` is used, in seconds.
     """
     set_group_timeout(group, timedelta(seconds=timeout.step))
 
@@ -370,7 +382,9 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 
     The few integers that DDP's reducer reads are real.
 
-    Tensors created in a `mode` can be used again only in that mode; other modes copy them.
+    Args:
+        mode: The mode that creates the tensors, None for a new one. Its tensors can be used again
+            only in this mode; other modes copy them.
     """
     level = _LOG.level
     # torch logs failing operators, which raise the same error anyway
