@@ -66,8 +66,16 @@ class FixedChoices:
         return any(written.startswith(path) for written, _ in self.values)
 
     def degrees_to_try(self, axis: Axis, devices: int, offered: Iterable[int]) -> tuple[int, ...]:
-        """Return the degrees to try for an axis: the one set if it divides the devices, or
-        `offered`."""
+        """Return the degrees to try for an axis.
+
+        Args:
+            axis: The axis.
+            devices: The number of devices, which the degree must divide.
+            offered: The degrees to try if the spec sets none.
+
+        Returns:
+            The degree that the spec sets, if it divides the devices (empty if not), or `offered`.
+        """
         if (degree := self.degree(axis)) is None:
             return tuple(offered)
         return (degree,) if devices % degree == 0 else ()

@@ -70,8 +70,15 @@ class Calls(NamedTuple):
     via: str | None = None
 
     def traffic(self, group: Group, payload: int) -> Traffic:
-        """Return the traffic of the calls on one rank of `group`, with `payload` bytes per full
-        tensor."""
+        """Return the traffic of the calls on one rank.
+
+        Args:
+            group: The axes and the number of ranks of the collectives.
+            payload: The bytes of the full tensor of one call.
+
+        Returns:
+            The number of calls, and the payload and sent bytes of all calls.
+        """
         return Traffic(
             key=TrafficKey(
                 axes=tuple(axis.value for axis in group.axes),

@@ -185,7 +185,12 @@ class Clipping:
         return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied, like)
 
     def scale_down(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """Scale gradients with the global norm `norm` in place to at most the plan's norm."""
+        """Scale gradients in place, so that the global norm is at most the plan's norm.
+
+        Args:
+            gradients: The gradients of this rank.
+            norm: The global norm before clipping (0-d), from `norm`.
+        """
         scale_down(gradients, norm, self.step)
 
 

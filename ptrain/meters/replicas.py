@@ -56,10 +56,16 @@ _DIGEST_BYTES = 8  # 64 bits: among about 10^9 tensors, some two would collide b
 
 @torch.no_grad()
 def compute_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a hexadecimal digest of the local part of each tensor.
+    """Return a digest of the local part of each tensor.
 
     Equal bytes in equal order have equal digests on every device. Shape and dtype are not part of
-    the digest. One copy to the host is made per device.
+    the digest.
+
+    Args:
+        tensors: The tensors, on any devices. One copy to the host is made per device.
+
+    Returns:
+        The hexadecimal digests, in the order of the tensors.
     """
     with disable_modes():
         sums = [_compute_checksums(local_tensor(tensor.detach())) for tensor in tensors]
@@ -108,8 +114,13 @@ def _compute_checksums(tensor: torch.Tensor) -> torch.Tensor:
 def random_state_digest(program: Program) -> tuple[str, str] | None:
     """Return this rank's random-number group and a digest of its generator's state.
 
-    The group is the rank's coordinates on the axes along which ranks draw different numbers.
-    Returns None for a model without dropout: its training state includes no generator.
+    Args:
+        program: The program, whose axes determine which ranks draw different numbers.
+
+    Returns:
+        The rank's coordinates on the axes along which ranks draw different numbers, and the
+        hexadecimal digest. None for a model without dropout: its training state includes no
+        generator.
     """
     if not drops_out(program.model):
         return None
@@ -284,7 +295,14 @@ class ReplicaMeter:
 
 
 def gather_coordinates(program: Program) -> dict[int, dict[str, int]]:
-    """Return the mesh coordinates of every rank."""
+    """Return the mesh coordinates of every rank.
+
+    Args:
+        program: The program, for its mesh.
+
+    Returns:
+        The coordinates (from 0) by axis, for each global rank. Without a mesh, rank 0 has no axes.
+    """
     if (mesh := program.mesh.device_mesh) is None:
         return {0: {}}
     places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.mesh.shape))

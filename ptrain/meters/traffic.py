@@ -532,11 +532,16 @@ class CollectiveCounter:
         self.read()
 
     def read_if_wanted(self, *, wanted: bool) -> CollectiveCount | None:
-        """Return the collectives since the last read, or None if this call does not read. Call it
-        once per step.
+        """Return the collectives since the last read. Call it once per step.
 
         It reads if the next step might overwrite unread entries, or if a read is wanted and costs
         at most `SHARE` of the time since the last one.
+
+        Args:
+            wanted: True to read if the cost allows it.
+
+        Returns:
+            The collectives; None if this call does not read.
         """
         issued = _num_issued()
         since, unseen = issued - self._num_issued, issued - self._seen

@@ -323,7 +323,16 @@ def _predict_variant(other: SpecVariant, facts: ModelFacts) -> Estimate:
 
 
 def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
-    """Return for each choice of axes the ranks that differ from `rank` on these axes only."""
+    """Return the group of a rank over each choice of axes.
+
+    Args:
+        spec: The spec, for its mesh.
+        rank: The global rank.
+
+    Returns:
+        By choice of axes of degree 2 or more: the ranks, including `rank`, whose coordinates differ
+        from it on these axes only.
+    """
     axes = [factor.axis for factor in spec.factors if factor.degree > 1]
     choices = chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes)))
     return {

@@ -107,7 +107,14 @@ def recorded_variables() -> dict[str, str]:
 
 
 def threads_per_rank(world_size: int) -> str:
-    """Return OMP_NUM_THREADS if it is set, else an equal share of the cores."""
+    """Return OMP_NUM_THREADS if it is set, else an equal share of the cores.
+
+    Args:
+        world_size: The number of ranks that share the cores of this machine.
+
+    Returns:
+        The number of threads as text, at least "1".
+    """
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // world_size))
 
 

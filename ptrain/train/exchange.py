@@ -274,10 +274,16 @@ class Exchange:
             self._host = connect_ranks(world.rank, world.size, world.timeout.step, self.gather)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Return the sum over the ranks of each value, added in the order of ranks.
+        """Return the sum over the ranks of each value.
 
         Between hosts it is an all-gather, which for a few numbers needs half the messages of an
         all-reduce. The meters do not count it.
+
+        Args:
+            values: This rank's numbers; equally many on all ranks.
+
+        Returns:
+            The sums, added in the order of ranks, so that they are equal on all ranks to the bit.
         """
         if self.group is None:
             return values

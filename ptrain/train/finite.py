@@ -147,6 +147,10 @@ class FiniteGuard:
     def read_figures(self, step: int, look: StepCheck) -> StepFigures:
         """Return the figures of a step whose update was launched.
 
+        Args:
+            step: The step, from 0.
+            look: The check that was started for it. This call waits for its figures.
+
         Raises:
             TrainingStopped: The loss or a gradient of a rank is not finite. Raised on all ranks.
         """

@@ -57,7 +57,12 @@ def job_line(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 
 
 def announce_node(rank: int, size: int) -> None:
-    """Print the ranks of this node, on the first rank of each node except rank 0's."""
+    """Print the ranks of this node, on the first rank of each node except rank 0's.
+
+    Args:
+        rank: The global rank of this process.
+        size: The number of ranks on all nodes.
+    """
     if rank and environment.is_first_of_node():
         last = rank + max(1, environment.num_ranks_of_node()) - 1
         ranks = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"

@@ -74,7 +74,12 @@ class StepReport:
 
 
 def is_shown(spec: Spec, step: int) -> bool:
-    """Return True if a step, counted from 1, is printed."""
+    """Return True if a step is printed: each `log_every`th, the first and the last.
+
+    Args:
+        spec: The spec, for `log_every` and the number of steps.
+        step: The step, from 1.
+    """
     return step % spec.log_every == 0 or step in (1, spec.train.steps)
 
 
@@ -125,10 +130,14 @@ class Journal:
         self._measured = ({} if peak is None else {"peak_bytes": peak}) | {"sent_bytes": sent}
 
     def launch_figures(self, step: int) -> Mapping[str, float]:
-        """Return the figures of meters and counter when a step (from 1) is launched.
+        """Return the figures of meters and counter when a step is launched.
 
-        They are the last measured step, and the collectives if the counter was read. Call it once
-        per step.
+        Args:
+            step: The step, from 1. Call it once per step.
+
+        Returns:
+            The figures in bytes of the last measured step, and the collectives if the counter was
+            read.
         """
         return {**self._measured, **self._counted_collectives(step)}
 

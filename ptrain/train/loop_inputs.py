@@ -104,9 +104,13 @@ class Consistency:
     def step_context(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return the context of a step (from 0).
+        """Return the context of a step.
 
         It records the gradients of the step if `require_agreement` is due after it.
+
+        Args:
+            step: The step, from 0.
+            watch: The context of the step, which is entered in any case.
         """
         return self._record_gradients(watch) if self.is_due(step + 1) else watch
 
@@ -324,10 +328,18 @@ class Probe:
 
 
 def first_steady_step(spec: Spec, first: int) -> int:
-    """Return the third step after `first`, from 0.
+    """Return the first step whose time and memory are steady.
 
-    If the next forward pass all-gathers updated units, it is the first later step that follows no
-    evaluation and no checkpoint, because these all-gather the units earlier.
+    It is the third step from `first`. If the next forward pass all-gathers updated units, it is the
+    first step from there that follows no evaluation and no checkpoint, because these all-gather the
+    units earlier.
+
+    Args:
+        spec: The spec, for its periods of evaluation and checkpoints.
+        first: The first step that runs, from 0.
+
+    Returns:
+        The step, from 0. It may be after the last step.
     """
     third = first + FIRST_STEADY
     if spec.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:

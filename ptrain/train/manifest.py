@@ -192,7 +192,14 @@ def is_checkpoint_name(text: str) -> bool:
 
 
 def step_in_name(folder: Path) -> int:
-    """Return the step in the name of a complete checkpoint."""
+    """Return the step in the name of a complete checkpoint.
+
+    Args:
+        folder: A folder named `step-00000100`, for example.
+
+    Returns:
+        The number of finished steps.
+    """
     return int(folder.name.removeprefix("step-"))
 
 
@@ -208,7 +215,15 @@ def incomplete_checkpoints(parent: Path) -> list[Path]:
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of each file."""
+    """Return the size and the digest of files.
+
+    Args:
+        folder: The folder of the files.
+        names: Names of files, relative to the folder.
+
+    Returns:
+        The size in bytes and the SHA-256 (hexadecimal), by name.
+    """
     return {name: _file_digest(folder / name) for name in names}
 
 
@@ -333,7 +348,15 @@ def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
 
 
 def find_wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the files that are missing or have another size, without reading them."""
+    """Find the files that are missing or have another size, without reading them.
+
+    Args:
+        folder: The checkpoint.
+        manifest: The manifest with the expected sizes in bytes.
+
+    Returns:
+        "NAME: PROBLEM" for each such file, sorted by name.
+    """
     return [
         f"{name}: {problem}"
         for name, (size, _) in sorted(manifest.files.items())

@@ -144,7 +144,15 @@ class RoutingLog:
 
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
-    """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
+    """Return a line if this CPU emulates the dtype of the model's computation.
+
+    Args:
+        spec: The spec, for the dtype of parameters in use, or of matrix products in fp8.
+        device: The device of this rank.
+
+    Returns:
+        The line; "" on other devices, or if the CPU has instructions for the dtype.
+    """
     own = spec.precision
     dtype = own.effective_layout.parameters if own.matmul is Matmul.NONE else DType.FP8
     if device.type != "cpu" or is_native(dtype):

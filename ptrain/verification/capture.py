@@ -138,7 +138,16 @@ def leaf_shards(program: Program) -> dict[str, LeafShard]:
 
 
 def optimizer_gradients(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
-    """Return this rank's gradients that an optimizer used, divided by the clipping `factor`."""
+    """Return this rank's gradients before clipping, for the parameters that an optimizer updated.
+
+    Args:
+        updates: This rank's record of the step.
+        factor: The factor by which clipping multiplied the gradients; they are divided by it.
+            Default: no clipping.
+
+    Returns:
+        This rank's elements of each gradient, by parameter name.
+    """
     gradients = updates.gradients
     return {name: gradients[name] / factor for name in gradients if name in updates.updated}
 
@@ -208,8 +217,13 @@ def shard_outputs(
 def clip_factor(spec: Spec, norm: float | None) -> float:
     """Return the factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients.
 
-    It is 1.0 if the spec does not clip, or if the norm is None or not finite. The addend 1e-6 is
-    torch's.
+    Args:
+        spec: The spec with the largest norm, `optimizer.clip`; None disables clipping.
+        norm: The global gradient norm before clipping; None if unknown.
+
+    Returns:
+        clip / (norm + 1e-6), at most 1.0. It is 1.0 if the spec does not clip, or if the norm is
+        None or not finite.
     """
     clip = spec.optimizer.clip
     if clip is None or norm is None or not math.isfinite(norm):
@@ -265,13 +279,34 @@ def run_training_step(
 def run_step_for_global_loss(
     program: Program, source: SampleSource, step: int, exchange: Exchange
 ) -> tuple[float, float | None]:
-    """Run one training step and return the global mean loss, which is equal on all ranks."""
+    """Run one training step and return the global loss and the gradient norm.
+
+    All ranks must call it.
+
+    Args:
+        program: The program to advance by one step.
+        source: The training samples.
+        step: The step, from 0.
+        exchange: The group of all ranks.
+
+    Returns:
+        The mean loss of the global batch, equal on all ranks, and the gradient norm (None if the
+        spec does not clip).
+    """
     share, norm = run_training_step(program, source, step)
     return exchange.sum_over_ranks([share])[0], norm
 
 
 def data_rank_index(spec: Spec, rank: int) -> int:
-    """Return the index of this rank's share of every global batch."""
+    """Return the index of a rank's share of every global batch.
+
+    Args:
+        spec: The spec, for its mesh.
+        rank: The global rank.
+
+    Returns:
+        The index, from 0; equal for ranks that process the same samples.
+    """
     where = coordinates(spec, rank)
     return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
 
@@ -280,7 +315,16 @@ _OF_HEADS = 4  # dimensions of a tensor [samples, heads, tokens, features]
 
 
 def token_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
-    """Return the token ranges of a rank in its order; empty if it has all tokens of a sample."""
+    """Return the token ranges of a rank.
+
+    Args:
+        spec: A spec, with or without context parallelism.
+        rank: The global rank.
+
+    Returns:
+        The ranges (first, end), end exclusive, in the order in which the rank stores them. Empty if
+        the rank has all tokens of a sample.
+    """
     step = context_of(spec)
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
@@ -302,8 +346,12 @@ class TokenSelection:
     def select_output(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the rank's tokens of a module's output.
 
-        The layout is [samples, tokens, ...] or [samples, heads, tokens, features]. A tensor without
-        a token dimension of the full sequence length is returned unchanged.
+        Args:
+            whole: The output for all tokens, [samples, tokens, ...] or [samples, heads, tokens,
+                features].
+
+        Returns:
+            The rank's tokens; `whole` if no token dimension has the full sequence length.
         """
         dims = (2, 1) if whole.dim() == _OF_HEADS else (1,)
         sizes = dict(zip(range(whole.dim()), whole.shape, strict=True))
@@ -311,8 +359,16 @@ class TokenSelection:
         return whole if dim is None else self._select(whole, dim)
 
     def select_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rank's rows of a built-in model's buffer with a row per token; other buffers
-        are returned unchanged."""
+        """Return the rank's rows of a buffer that has a row per token.
+
+        Args:
+            name: The buffer's name, from which a row per token is inferred.
+            whole: The full buffer, [tokens, ...].
+
+        Returns:
+            The rank's rows of a built-in model's buffer with a row per token; any other buffer
+            unchanged.
+        """
         is_cut = self._is_built_in and name.endswith(OF_TOKENS)
         return self._select(whole, 0) if is_cut else whole
 

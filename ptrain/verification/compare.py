@@ -178,8 +178,16 @@ def tensor_differences(
 
 
 def tolerance_share(measured: float, allowed: float) -> float:
-    """Return the measured difference as a fraction of the tolerance; infinite if a number is not
-    finite."""
+    """Return the measured difference as a fraction of the tolerance.
+
+    Args:
+        measured: The difference, 0 or more, in the unit of `allowed`.
+        allowed: The tolerance.
+
+    Returns:
+        measured / allowed; 0 if `measured` is 0. Infinite if a number is not finite, or if only the
+        tolerance is 0.
+    """
     return relative_size(measured, allowed) if math.isfinite(allowed) else math.inf
 
 
@@ -200,7 +208,12 @@ def limit_check(name: str, difference: float, allowed: float, why: str) -> Check
 
 
 def worst_index(differences: Sequence[float], allowed: Sequence[float]) -> int:
-    """Return the index of the difference that uses the largest fraction of its tolerance."""
+    """Return the index of the difference that uses the largest fraction of its tolerance.
+
+    Args:
+        differences: The measured differences, at least one.
+        allowed: The tolerance of each difference.
+    """
     shares = [tolerance_share(*pair) for pair in zip(differences, allowed, strict=False)]
     return max(range(len(shares)), key=shares.__getitem__)
 
@@ -273,7 +286,13 @@ class LargestDifference:
         return tolerance_share(self.difference, self.tolerance)
 
     def record(self, difference: float, place: str, tolerance: float = 0.0) -> None:
-        """Record a difference at `place`, and keep it if it is the largest or NaN."""
+        """Record a difference, and keep it if it is the largest or NaN.
+
+        Args:
+            difference: The difference, relative as in `tolerance`.
+            place: The name of the tensor in which it occurs.
+            tolerance: The tolerance that applied to it; the largest one is kept.
+        """
         self.count += 1
         self.tolerance = max(self.tolerance, tolerance)
         if not difference <= self.difference:  # true for NaN
@@ -314,7 +333,14 @@ class Differences:
     modules: dict[str, int] = field(default_factory=dict)
 
     def record(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
-        """Record a difference, if it is the largest of its kind."""
+        """Record a difference, if it is the largest of its kind.
+
+        Args:
+            kind: The moment of the step and the subject that was compared.
+            difference: The relative difference; infinite if no value can be compared.
+            tolerance: The largest allowed difference.
+            name: The name of the tensor, "" if there is none.
+        """
         largest = self.largest.setdefault(kind, LargestDifference(_check_name(*kind), tolerance))
         largest.record(difference, name, tolerance)
 
@@ -330,8 +356,20 @@ class Differences:
         index: int = 0,
         words: str = "",
     ) -> None:
-        """Record a difference, and add a mismatch if it exceeds the tolerance or is a difference of
-        shape or dtype."""
+        """Record a difference, and add a mismatch if it exceeds the tolerance.
+
+        A difference of shape or dtype is always a mismatch.
+
+        Args:
+            moment: The moment of the step.
+            subject: The kind of value that was compared.
+            name: The name of the tensor.
+            difference: The relative difference.
+            tolerance: The largest allowed difference.
+            way: How the tensors differ. Default: in their values.
+            index: The number of the micro-batch, or the position in the sequence of collectives.
+            words: A description of the mismatch. Default: the size of the difference.
+        """
         self.record((moment, subject), difference, tolerance, name)
         if way is not DifferenceKind.VALUE or difference > tolerance:
             self.mismatches.append(
@@ -349,7 +387,17 @@ class Differences:
         words: str,
         way: DifferenceKind = DifferenceKind.VALUE,
     ) -> None:
-        """Add a mismatch of something that is not a tensor, or that only one side has."""
+        """Add a mismatch of an object that is not a tensor, or that only one side has.
+
+        Its difference counts as infinite, with tolerance 0.
+
+        Args:
+            moment: The moment of the step.
+            subject: The kind of object that was compared.
+            name: The name of the object.
+            words: The description of the mismatch.
+            way: How the sides differ. Default: in their values.
+        """
         self.record((moment, subject), math.inf, 0.0, name)
         self.mismatches.append(
             Mismatch(

@@ -259,7 +259,18 @@ class ProgramEvidence:
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
     ) -> RootCause:
-        """Explain the first mismatch, by the gradients or by the update if these explain more."""
+        """Explain the first mismatch, by the gradients or by the update if these explain more.
+
+        Args:
+            mismatches: The mismatches of the step, at least one. The first one is explained.
+            step: The comparison of the step in which they occurred.
+            by_gradients: Explains mismatches of gradients; called if the first mismatch is one of
+                gradients or loss.
+
+        Returns:
+            The root cause. If none is found, its certainty is `UNEXPLAINED` and it describes the
+            first mismatch.
+        """
         first, ranks, said = mismatches[0], self.ranks, None
         gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
         is_gradient = first.moment in (Moment.BACKWARD, Moment.GRADIENTS)

@@ -89,7 +89,15 @@ def fit_combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
     """Fit target = sum of coefficient * basis, and return the fit.
 
     If there are several solutions, the shortest is returned, so that equal tensors get equal
-    coefficients. Coefficients are NaN if the target is zero or a value is not finite.
+    coefficients.
+
+    Args:
+        target: The tensor to fit, of any shape.
+        basis: Tensors with as many elements as the target, at least one.
+
+    Returns:
+        The fit in fp64, with a coefficient per tensor of the basis. Coefficients are NaN if the
+        target is zero or a value is not finite.
     """
     vector = target.detach().double().flatten()
     matrix = torch.stack([tensor.detach().double().flatten() for tensor in basis], dim=1)
@@ -106,7 +114,12 @@ def fit_combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
 
 
 def are_equal_on_ranks(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
-    """Return True if all ranks have the same tensor, so that no sum over them is missing."""
+    """Return True if all ranks have the same tensor, so that no sum over them is missing.
+
+    Args:
+        parts: The ranks' tensors, with equal shapes, at least one.
+        tolerance: The largest 2-norm of a difference from the first one, relative to its 2-norm.
+    """
     first = parts[0].double()
     length = float(torch.linalg.vector_norm(first))
     return all(
@@ -224,8 +237,14 @@ def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-
 
 
 def absent_addends(coefficients: Sequence[float]) -> tuple[int, ...]:
-    """Return the indices of addends that a sum lacks: their coefficients are negligible next to the
-    largest."""
+    """Return the indices of addends that a sum lacks.
+
+    Args:
+        coefficients: The coefficient of each addend, at least one.
+
+    Returns:
+        The indices of coefficients that are negligible relative to the largest one.
+    """
     usual = max(abs(coefficient) for coefficient in coefficients)
     return tuple(
         i for i, coefficient in enumerate(coefficients) if abs(coefficient) <= ABSENT * usual
@@ -233,7 +252,12 @@ def absent_addends(coefficients: Sequence[float]) -> tuple[int, ...]:
 
 
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
-    """Return True if all addends have the same coefficient, within the tolerance."""
+    """Return True if all addends have the same coefficient, within the tolerance.
+
+    Args:
+        coefficients: The coefficients of the addends, at least one.
+        tolerance: The largest allowed spread, relative to the largest absolute coefficient.
+    """
     least, most = min(coefficients), max(coefficients)
     return most - least <= tolerance * max(abs(least), abs(most))
 
@@ -254,8 +278,15 @@ def squared_norm(tensor: torch.Tensor) -> float:
 
 
 def relative_size(size: float, length: float) -> float:
-    """Return a distance relative to a length; infinite if one of them is not finite or only the
-    length is 0."""
+    """Return a distance relative to a length.
+
+    Args:
+        size: The distance, 0 or more.
+        length: The length, in the unit of `size`.
+
+    Returns:
+        size / length; 0 if `size` is 0. Infinite if `size` is not finite, or if only `length` is 0.
+    """
     if size == 0.0:
         return 0.0
     return size / length if length and math.isfinite(size) else math.inf
@@ -293,8 +324,16 @@ def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
 
 
 def number_difference(right: float, measured: float) -> float:
-    """Return the relative difference of a number to the single-device one; infinite if it is not
-    finite."""
+    """Return the difference of a number from the single-device one, relative to the latter.
+
+    Args:
+        right: The number of the single-device reference.
+        measured: The number to compare.
+
+    Returns:
+        |measured - right| / |right|; infinite if the difference is not finite, or if only `right`
+        is 0.
+    """
     return relative_size(abs(measured - right), abs(right))
 
 
@@ -310,8 +349,15 @@ def zero_shared_infinities(
 def gather_full_tensors(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
     """Return full tensors by name, as copies on the CPU.
 
-    A tensor that only some ranks have is broadcast from the first of them. All ranks must call it,
-    and ranks of one mesh with the same names in the same order.
+    A tensor that only some ranks have is broadcast from the first of them. All ranks must call it.
+
+    Args:
+        named: This rank's tensors, sharded or not. Ranks of one mesh have the same names in the
+            same order.
+        exchange: The group of all ranks.
+
+    Returns:
+        The full tensors of all ranks, on every rank.
     """
     own = {name: full_copy(tensor) for name, tensor in named.items()}
     described = {
@@ -362,10 +408,15 @@ class Magnitude:
         return cls(root_mean_square(tensors.values()))
 
     def scale_of(self, whole: Tensor, part: Tensor) -> float:
-        """Return the length to which a difference of `part` is relative.
+        """Return the length to which a difference of a part is relative.
 
-        If the full tensor is noise compared to the others, it is the usual length of as many
-        elements.
+        Args:
+            whole: The full tensor. If it is noise compared to the others, the usual length of as
+                many elements counts.
+            part: The elements to compare.
+
+        Returns:
+            A 2-norm, at least the one of `part`.
         """
         return max(norm(part), self.negligible_size(whole) * math.sqrt(part.numel()))
 

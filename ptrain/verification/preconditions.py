@@ -276,8 +276,19 @@ Make: TypeAlias = "Callable[[Spec, World], Program]"
 
 
 def observe_run(program: Program, exchange: Exchange, *, every_collective: bool) -> StepObserver:
-    """Run STEPS observed steps, or fewer if one shows a mismatch or raises. All ranks must
-    call it."""
+    """Run STEPS observed steps, or fewer if one shows a mismatch or raises.
+
+    All ranks must call it.
+
+    Args:
+        program: The program, in its initial state.
+        exchange: The group of all ranks.
+        every_collective: True to compare the result of each collective over its group.
+
+    Returns:
+        The observer with the first mismatches and a checksum of the state after each step. It no
+        longer refers to the program, whose memory can be freed.
+    """
     source = open_corpus(program.spec.data)
     watch = StepObserver(program, exchange, every_collective=every_collective)
     watch.check_start()

@@ -197,7 +197,13 @@ class Progress:
         self.stage, self._last = stage, time.monotonic()
 
     def step(self, what: str, done: int, count: int) -> None:
-        """Print that `done` of `count` steps are done, unless a line was printed recently."""
+        """Print that a step is done, unless a line was printed within SECONDS.
+
+        Args:
+            what: The name of the running part, printed after the stage.
+            done: The number of finished steps.
+            count: The number of all steps.
+        """
         now = time.monotonic()
         if self.stream is not None and now - self._last >= SECONDS:
             self._last = now

@@ -100,6 +100,10 @@ def plan_references(spec: Spec, steps: int) -> ReferencePlan:
     """Return the references that a verification may need.
 
     References that serve several parts have one key, so that they run once.
+
+    Args:
+        spec: The spec to verify.
+        steps: The number of training steps of each reference.
     """
     own, exact = without_dropout(spec), with_fp64(spec)
     banded = is_order_sensitive(own)

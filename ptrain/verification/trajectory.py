@@ -176,7 +176,12 @@ class ReferenceContinuation:
         return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
     def compare_step(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
-        """Compare the run's loss and its gradients before clipping, on rank 0."""
+        """Compare the loss and the gradients of the run's step, on rank 0.
+
+        Args:
+            loss: The global mean loss.
+            gradients: The full gradients before clipping, by name.
+        """
         if (first := self._first) is not None:
             self._record("loss", loss - first.loss, self.limit.losses * abs(first.loss))
             if not (_overflows(first.gradients) and _overflows(gradients)):  # both skip the update
@@ -185,7 +190,12 @@ class ReferenceContinuation:
                 )
 
     def compare_following(self, step: int, loss: float) -> None:
-        """Compare the run's loss if `step` follows the checked one, on rank 0."""
+        """Compare the loss of the step after the checked one, on rank 0.
+
+        Args:
+            step: The step, from 0. Any other step than the following one is ignored.
+            loss: The global mean loss.
+        """
         if self._first is not None and step == self._of + 1:
             right = self._first.following
             # an update by signs, or in 16 bits, enlarges a rounding of the gradient
@@ -269,7 +279,11 @@ class LossCorridor:
     def contains(self, step: int, loss: float) -> bool:
         """Return True if a loss is finite and within the tolerance, widened if necessary.
 
-        All ranks must call it with the same loss.
+        All ranks must call it.
+
+        Args:
+            step: The step of the loss, from 0.
+            loss: The global mean loss, equal on all ranks.
         """
         if not math.isfinite(loss):
             return False
@@ -388,7 +402,13 @@ def trajectory_checks(
 
 
 def broadcast_checks(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
-    """Return the checks of one rank on all ranks."""
+    """Return the checks of one rank on all ranks. All ranks must call it.
+
+    Args:
+        rank: The rank whose checks are returned.
+        own: This rank's checks; only the checks of `rank` are used.
+        exchange: The group of all ranks.
+    """
     return tuple(exchange.gather(own, list[Check])[rank])
 
 
@@ -415,9 +435,16 @@ def loss_check(
 
 
 def explain_reference(checks: Sequence[Check], size: int) -> RootCause | None:
-    """Return the root cause of a reference that does not learn; None if it learns.
+    """Return the root cause of a reference that does not learn.
 
     Two runs that do not learn agree whatever their sums are, so such a comparison proves nothing.
+
+    Args:
+        checks: The checks of a verification, including the reference's.
+        size: The number of ranks; all are named.
+
+    Returns:
+        The root cause; None if the reference learns.
     """
     failed = [check for check in checks if check.name.startswith(_REFERENCE) and not check.holds]
     if not failed:
@@ -529,7 +556,12 @@ class ReferenceGuard(StepGuard):
         return self._is_owed and not (is_metered or is_last) and self._onward is None
 
     def check_step(self, step: int, loss: float, norm: float | None) -> None:
-        """Compare a finished step.
+        """Compare a finished step with the reference, if it is due.
+
+        Args:
+            step: The finished step, from 0.
+            loss: The global mean loss.
+            norm: The gradient norm, None if the spec does not clip.
 
         Raises:
             TrainingStopped: On all ranks, if a figure differs.

@@ -103,7 +103,13 @@ class ScoreBlock(NamedTuple):
 
 
 def source_at(step: ContextParallel, place: int, hop: int) -> int:
-    """Return the place whose keys a place of the ring has after `hop` hops."""
+    """Return the place whose keys a place of the ring has after some hops.
+
+    Args:
+        step: The context parallelism of the plan.
+        place: The place in the ring, from 0.
+        hop: The number of hops, from 0; after none, a place has its local keys.
+    """
     return (place - hop) % step.ring
 
 
@@ -120,11 +126,16 @@ def blocks_of(step: ContextParallel, place: int) -> Iterator[ScoreBlock]:
 
 @lru_cache(maxsize=64)  # the candidates of a search have few distinct steps
 def computed_scores(step: ContextParallel) -> tuple[int, ...]:
-    """Return the scores that each rank of cp computes, masked or not, as a mean over the model's
-    heads.
+    """Return the attention scores that each rank of cp computes.
 
     A kernel is called for the keys of each place, with all queries and keys that occur in any
     block.
+
+    Args:
+        step: The context parallelism of the plan.
+
+    Returns:
+        The number of scores by rank of cp, masked or not, as a mean over the model's heads.
     """
     return tuple(_computed_scores(step, index // step.ulysses) for index in range(_num_ranks(step)))
 
@@ -213,7 +224,12 @@ def explain_attention(spec: Spec) -> str:
 
 
 def split_degree(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
-    """Return the degrees of Ulysses and of the ring on this number of ranks of cp."""
+    """Return the degrees of Ulysses and of the ring.
+
+    Args:
+        attention: The kind of attention, or the degrees of a hybrid.
+        ranks: The degree of cp. A hybrid ignores it.
+    """
     match attention:
         case Hybrid():
             return attention.ulysses, attention.ring
@@ -226,10 +242,14 @@ def split_degree(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int,
 
 
 def kv_repeats(ulysses: int, kv_heads: int) -> int:
-    """Return the number of repetitions of key-value heads that gives all ranks of a Ulysses group
-    equal numbers.
+    """Return the number of repetitions of key-value heads that gives all ranks equal numbers.
 
-    The result is 1 if the degree divides them. `kv_heads` is their number on a rank of tp.
+    Args:
+        ulysses: The degree of Ulysses.
+        kv_heads: The number of key-value heads on a rank of tp.
+
+    Returns:
+        The smallest number of repetitions; 1 if the degree divides the heads.
     """
     # The least number of repetitions for which the degree divides the heads.
     return ulysses // gcd(ulysses, kv_heads)
@@ -253,7 +273,15 @@ def context_of(spec: Spec) -> ContextParallel | None:
 
 
 def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
-    """Return the tokens of the rank at this place along cp, in the rank's order."""
+    """Return the token ranges of a rank of cp.
+
+    Args:
+        step: The context parallelism of the plan.
+        index: The rank's place along cp, from 0.
+
+    Returns:
+        The ranges (first, end), end exclusive, in the order in which the rank stores them.
+    """
     return token_spans(
         step.sequence,
         ulysses=step.ulysses,

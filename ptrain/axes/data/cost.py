@@ -24,7 +24,15 @@ def row_numel(shape: tuple[int, ...]) -> int:
 
 
 def padded_rows(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the elements of one shard over dim 0: ceil(d0 / N) rows, padding included."""
+    """Return the elements of one shard over dim 0, padding included.
+
+    Args:
+        shape: The shape of the full tensor; () counts as one row.
+        ranks: The number N of shards.
+
+    Returns:
+        The elements of ceil(d0 / N) rows.
+    """
     return ceil_div(shape[0] if shape else 1, ranks) * row_numel(shape)
 
 
@@ -44,7 +52,15 @@ def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
 
 
 def padded_flat(numel: int, ranks: int) -> int:
-    """Return the elements of a flat buffer, padded so that `ranks` shards divide it."""
+    """Return the elements of a flat buffer, padded so that `ranks` shards divide it.
+
+    Args:
+        numel: The elements of the buffer without padding.
+        ranks: The number of shards.
+
+    Returns:
+        The elements of the full buffer, not of one shard.
+    """
     return ceil_div(numel, ranks) * ranks
 
 
@@ -106,7 +122,12 @@ def iter_runs(
 
 @lru_cache(maxsize=2**10)
 def whole_runs(tensors: tuple[tuple[int, bool], ...], padded: int) -> tuple[Run, ...]:
-    """Return the runs of elements with equal flags in the full buffer."""
+    """Return the runs of elements with equal flags in the full buffer.
+
+    Args:
+        tensors: Elements and flag of each tensor in order, at least one.
+        padded: The elements of the buffer. Padding counts to the last tensor.
+    """
     ends = list(accumulate(numel for numel, _ in tensors))
     ends[-1] = padded
     flags = (flag for _, flag in tensors)
@@ -199,6 +220,13 @@ def assign_owners(numels: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that owns each tensor, like torch's ZeroRedundancyOptimizer.
 
     The largest tensor goes first; each goes to the rank with the fewest elements so far.
+
+    Args:
+        numels: The elements of each tensor.
+        ranks: The number of ranks.
+
+    Returns:
+        The owner of each tensor, in the order of `numels`.
     """
     owners, held = [0] * len(numels), [0] * ranks
     # torch's `_partition_parameters` sorts in this way too
@@ -211,7 +239,12 @@ def assign_owners(numels: Sequence[int], ranks: int) -> list[int]:
 
 
 def count_reductions(sync: SyncPolicy, micro_batches: int) -> int:
-    """Return the number of reductions of a unit's gradients in a step."""
+    """Return the number of reductions of a unit's gradients in a step.
+
+    Args:
+        sync: The policy: reduce after the last micro-batch only, or after each.
+        micro_batches: The micro-batches of a rank in one step.
+    """
     return 1 if sync.gradients is GradientSync.LAST else micro_batches
 
 

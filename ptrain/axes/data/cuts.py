@@ -97,7 +97,16 @@ class ShardLayout(Generic[T]):
         return part
 
     def put_part(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
-        """Write `part` to its place in `local`, where `take_part` got it; a view needs no copy."""
+        """Write a part to its place in a shard, from which `take_part` got it.
+
+        A view needs no copy.
+
+        Args:
+            local: The shard over `had` (1-d), which is written.
+            part: The part (1-d).
+            had: The axes that shard `local`.
+            wanted: The axes that shard `part`, including `had`.
+        """
         window = self._narrowed_view(local, had, wanted)
         if not self.room.is_same_memory(window, part):
             self.room.copy(part, window)
@@ -158,7 +167,19 @@ class ShardLayout(Generic[T]):
         *,
         is_awaited: bool = False,
     ) -> PendingResult[T]:
-        """Start a `gather_part` without waiting; `part` must not change before the `wait`."""
+        """Start a `gather_part` without waiting.
+
+        Args:
+            part: The shard over `cut` (1-d). It must not change before the `wait`.
+            cut: The axes that shard `part`.
+            over: The axes to gather along.
+            state: The state that the move counts as.
+            into: Receives the result; None for a new tensor.
+            is_awaited: True if the caller waits at once.
+
+        Returns:
+            The pending result: the shard over `cut` without `over`.
+        """
         room, left = self.room, exclude_axes(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
         result = room.new_empty(numel, dtype, Tier.DEVICE, state) if into is None else into
@@ -189,7 +210,17 @@ class ShardLayout(Generic[T]):
     def start_reduce_scatter(
         self, part: T, cut: Sequence[Axis], over: Sequence[Axis], *, is_awaited: bool = False
     ) -> PendingResult[T]:
-        """Start a `reduce_scatter` without waiting; use `part` only after `PendingResult.wait`."""
+        """Start a `reduce_scatter` without waiting.
+
+        Args:
+            part: The shard over `cut` (1-d). Use it only after `PendingResult.wait`.
+            cut: The axes that shard `part`.
+            over: The axes to reduce and scatter along.
+            is_awaited: True if the caller waits at once.
+
+        Returns:
+            The pending result: the shard over `cut` and `over`.
+        """
         room = self.room
         result = room.empty_like(part, self.shard_numel((*cut, *over)))
         if (order := self._leading_order(cut, over)) is not None:

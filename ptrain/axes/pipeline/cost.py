@@ -74,7 +74,12 @@ class PipelineSize(PipelineShape):
 
 
 def stages_of(size: PipelineSize, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank in the order of a forward pass."""
+    """Return the stages of a rank in the order of a forward pass.
+
+    Args:
+        size: The pipeline, whose schedule places stages in a loop or in a V.
+        rank: The rank along pp, from 0.
+    """
     if size.cost.is_v_shaped:
         return rank, 2 * size.ranks - 1 - rank
     return tuple(range(rank, size.stages, size.ranks))
@@ -102,7 +107,16 @@ def _closed_form(
 
 
 def serial_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
-    """Return the wait of a schedule in which one rank computes at a time."""
+    """Return the wait of a schedule in which one rank computes at a time.
+
+    Args:
+        pipeline: The number of ranks, stages and micro-batches.
+        cost: The time of a micro-batch on one stage, in any unit.
+        hidden: Not used: the schedule has no pairs.
+
+    Returns:
+        The wait and the ideal time per step and rank, in the unit of `cost`.
+    """
     idle = (
         (pipeline.ranks - 1) * pipeline.microbatches * (cost.forward + cost.duration(Kind.BACKWARD))
     )
@@ -110,7 +124,16 @@ def serial_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> Cl
 
 
 def fill_and_drain(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
-    """Return the wait for the first forward and the last backward."""
+    """Return the wait for the first forward and the last backward.
+
+    Args:
+        pipeline: The number of ranks, stages and micro-batches.
+        cost: The time of a micro-batch on one stage, in any unit.
+        hidden: Not used: the schedule has no pairs.
+
+    Returns:
+        The wait and the ideal time per step and rank, in the unit of `cost`.
+    """
     ranks = pipeline.ranks
     # with fewer micro-batches than ranks, the last has left before the first is back
     gap = max(0, ranks - pipeline.microbatches) * (pipeline.stages_per_rank - 1)
@@ -122,8 +145,14 @@ def fill_and_drain(pipeline: PipelineShape, cost: StageCost, hidden: float) -> C
 def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
     """Return the wait of ZB-H1, (p-1)(F + I - W) in Qi et al. 2024.
 
-    It is a lower bound if W is longer than F or I, or micro-batches are fewer than ranks: the drain
-    is not filled then.
+    Args:
+        pipeline: The number of ranks, stages and micro-batches.
+        cost: The time of a micro-batch on one stage, in any unit.
+        hidden: Not used: the schedule has no pairs.
+
+    Returns:
+        The wait and the ideal time in the unit of `cost`. The wait is a lower bound if W is longer
+        than F or I, or micro-batches are fewer than ranks: the drain is not filled then.
     """
     weight = cost.weight
     both = cost.forward + cost.duration(Kind.BACKWARD)
@@ -135,7 +164,16 @@ def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> Clos
 def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm | None:
     """Return the wait of DualPipeV, DeepSeek's (PP/2 - 1)(F&B + B - 3W).
 
-    Their PP counts stages; p ranks have 2p. It is an upper bound.
+    Their PP counts stages; p ranks have 2p.
+
+    Args:
+        pipeline: The number of ranks, stages and micro-batches.
+        cost: The time of a micro-batch on one stage, in any unit.
+        hidden: The time that a pair of forward and backward saves by overlap, in the same unit.
+
+    Returns:
+        The wait, as an upper bound, and the ideal time. None if F or W is longer than I, for which
+        the formula does not hold.
     """
     if max(cost.forward, cost.weight) > cost.input:
         return None

@@ -130,7 +130,12 @@ class Schedule:
 
 
 def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return the schedule of an evaluation: micro-batches in turn through all stages."""
+    """Return the schedule of an evaluation: micro-batches in turn through all stages.
+
+    Args:
+        rank_of: The rank of each stage along pp, first stage to last.
+        microbatches: The number of micro-batches.
+    """
     own = [[s for s, owner in enumerate(rank_of) if owner == rank] for rank in sorted({*rank_of})]
     return Schedule(
         microbatches=microbatches,
@@ -152,6 +157,12 @@ def v_shaped(pipeline: PipelineShape) -> tuple[int, ...]:
     """Return the rank of each stage in a V: rank r has the stages r and 2p - 1 - r.
 
     The first rank has both ends of the model, and the last rank passes tensors to itself.
+
+    Args:
+        pipeline: The shape, with two stages per rank for a single V.
+
+    Returns:
+        The rank of each stage, first stage to last.
     """
     down = tuple(range(pipeline.ranks))
     return tuple(

@@ -75,7 +75,12 @@ class Costs(NamedTuple):
 
 
 def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
-    """Return equal costs for all stages, by default one unit per forward, input and weight half."""
+    """Return equal costs for all stages, without communication or overlap.
+
+    Args:
+        schedule: The schedule, for its number of stages.
+        cost: The cost of each stage. Default: one unit per forward, input and weight half.
+    """
     return Costs(stages=(cost or StageCost(),) * schedule.stages)
 
 
@@ -124,6 +129,14 @@ class Simulation(NamedTuple):
 
 def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
     """Simulate a schedule in O(actions).
+
+    Args:
+        schedule: The schedule of one step.
+        costs: The durations of the passes and messages. Default: one unit per forward, input and
+            weight half, and messages that take no time.
+
+    Returns:
+        The timeline of each rank, in the unit of the costs.
 
     Raises:
         BrokenSchedule: The schedule is not the work of a step, or ends in a deadlock; with rank,
@@ -384,8 +397,10 @@ _IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 def draw_schedule(schedule: Schedule, width: int = WIDTH) -> str:
     """Return the schedule as text, with F = I = W = 1 and B = 2.
 
-    Columns in the middle are left out if lines exceed `width` characters, the same on every line. A
-    line has at least its first and its last column.
+    Args:
+        schedule: The schedule of one step.
+        width: The longest line, in characters. Longer lines lose columns in the middle, the same on
+            every line; a line has at least its first and its last column.
     """
     simulation = simulate(schedule)
     columns = round(simulation.makespan)

@@ -46,11 +46,17 @@ _LAST_USE = (Kind.BACKWARD, Kind.WEIGHT)  # a split backward needs activations u
 
 
 def count_in_flight(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
-    """Yield, during each step, the numbers of micro-batches held by a rank's stages.
+    """Yield the number of micro-batches in flight on a rank's stages.
 
-    A stage holds the activations of a micro-batch.
+    A stage holds the activations of a micro-batch from its forward to its full backward or its
+    weight half, both included.
 
-    A micro-batch counts from its forward to its full backward or its weight half, both included.
+    Args:
+        schedule: The schedule of one step.
+        rank: The rank along pp, from 0.
+
+    Yields:
+        During each step of the rank, the number of micro-batches by stage.
     """
     counts = dict.fromkeys(schedule.stages_of(rank), 0)
     for step in schedule.orders[rank]:
@@ -62,7 +68,12 @@ def count_in_flight(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
 
 
 def most_held_of(schedule: Schedule, stage: int) -> int:
-    """Return the highest number of micro-batches whose activations one stage holds."""
+    """Return the highest number of micro-batches whose activations one stage holds.
+
+    Args:
+        schedule: The schedule of one step.
+        stage: The stage, from 0.
+    """
     return max(counts[stage] for counts in count_in_flight(schedule, schedule.rank_of[stage]))
 
 
@@ -356,12 +367,29 @@ def training_instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], 
 def evaluation_instructions(
     rank_of: tuple[int, ...], microbatches: int
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Return the instructions by rank of forward passes only, one micro-batch after the other."""
+    """Return the instructions of forward passes only, one micro-batch after the other.
+
+    Args:
+        rank_of: The rank of each stage along pp, first stage to last.
+        microbatches: The number of micro-batches.
+
+    Returns:
+        The instructions by rank.
+    """
     return _ordered_instructions(forward_only(rank_of, microbatches))
 
 
 def input_message(action: Action, stages: int) -> Message | None:
-    """Return the message that a pass takes from another stage, None if it takes none."""
+    """Return the message that a pass takes from another stage.
+
+    Args:
+        action: The pass: stage, kind and micro-batch.
+        stages: The number of stages of the pipeline.
+
+    Returns:
+        The message; None if the pass needs none, such as the first stage's forward or a weight
+        half.
+    """
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage > 0:
@@ -373,7 +401,15 @@ def input_message(action: Action, stages: int) -> Message | None:
 
 
 def output_message(action: Action, stages: int) -> Message | None:
-    """Return the message that a pass makes for another stage, None if it makes none."""
+    """Return the message that a pass makes for another stage.
+
+    Args:
+        action: The pass: stage, kind and micro-batch.
+        stages: The number of stages of the pipeline.
+
+    Returns:
+        The message; None if the pass makes none, such as the last stage's forward or a weight half.
+    """
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage < stages - 1:

@@ -36,7 +36,12 @@ _MATRICES = (2, 3)  # dimensions of a weight, and of the stacked weights of all 
 def shard_sizes(size: int, degree: int) -> list[int]:
     """Return the elements of each rank's shard of a dimension, as DTensor shards it.
 
-    Shards have equal sizes, rounded up; the last ones are shorter or empty.
+    Args:
+        size: The elements of the full dimension.
+        degree: The number of ranks.
+
+    Returns:
+        The sizes by rank: equal, rounded up; the last ones are smaller or 0.
     """
     chunk = ceil_div(size, degree)
     return [max(0, min(size, (index + 1) * chunk) - index * chunk) for index in range(degree)]
@@ -160,7 +165,17 @@ class TensorRank:
         return shard_sizes(size, self.degree)[self.index]
 
     def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-        """Return the value of every symbol of a table on this rank."""
+        """Return the value of every symbol of a table on this rank.
+
+        Args:
+            shape: The shape of the full model.
+            batch: The samples of a micro-batch.
+            sequence: The tokens of a sample before tp shards them.
+
+        Returns:
+            The local sizes by symbol, such as heads and features per rank; `vocab_all` is the full
+            size.
+        """
         degree = self.degree
         return {
             "tp": degree,

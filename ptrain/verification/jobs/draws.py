@@ -393,7 +393,13 @@ class AllDraws:
     def first_rank_value(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
         """Return the draw of the first rank with these samples, if ranks drew differently.
 
-        Returns None otherwise.
+        Args:
+            draw: The draw of the reference.
+            rows: Checksums of the samples in its pass.
+
+        Returns:
+            The value; None if the ranks drew equal numbers, if no rank has the draw, or if its
+            shape differs.
         """
         held = self.by_key.get((draw.path, draw.number), [])
         same = (its for its in held if its.rows == rows and its.call == draw.call)

@@ -167,7 +167,15 @@ class Contributions:
         return tuple(dict.fromkeys(rank for rank, _ in self.labels))
 
     def reweight(self, sample: Sample, rank: int) -> Tensor:
-        """Return a rank's gradient with the reference's weights of the micro-batches."""
+        """Return a rank's gradient with the reference's weights of the micro-batches.
+
+        Args:
+            sample: The gradients and contributions of S sampled elements.
+            rank: The rank. Its gradient is returned unchanged if it is not in `of_loop`.
+
+        Returns:
+            The gradient, [S].
+        """
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
@@ -185,7 +193,12 @@ class Contributions:
     def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
         """Return the factor on a rank's loss if its micro-batches get the reference's weights.
 
-        `losses` are those of the rank's micro-batches. Returns None if the factor is unknown.
+        Args:
+            rank: The rank whose loss is corrected.
+            losses: The losses of the rank's micro-batches, in order.
+
+        Returns:
+            The corrected loss divided by the sum of `losses`. None if the factor is unknown.
         """
         own, total = self.own.get(rank, ()), sum(losses)
         if len(own) != len(losses) or not total or rank not in self.of_loop:
@@ -257,10 +270,15 @@ class RankGradients:
     micro_batches: int
 
     def rows(self, name: str) -> Tensor:
-        """Return the gradients of a parameter as [3 + micro-batches, elements] in fp64.
+        """Return the gradients of a parameter as rows.
 
-        The rows are the reference's gradient, that of its previous step, this rank's, and the
-        contributions of its micro-batches.
+        Args:
+            name: The parameter's name in the reference.
+
+        Returns:
+            A tensor [3 + micro-batches, elements] in fp64: the reference's gradient, the
+            reference's gradient of the previous step (zeros if unknown), this rank's gradient, and
+            the contributions of this rank's micro-batches.
         """
         truth = self.truths[name].flatten()
         old = self.before.get(name, torch.zeros_like(truth)).flatten()
@@ -371,7 +389,14 @@ def sample_gradients(ranks: Ranks, own: RankGradients) -> JobEvidence:
 def choose_elements(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the indices of the sampled elements by parameter, as rank 0 chooses them.
 
-    Half of them are its largest elements, the others are evenly spread. All ranks call it.
+    Half of them are the largest elements, the others are evenly spread. All ranks call it.
+
+    Args:
+        ranks: The ranks of the loop.
+        truths: The reference's gradients by parameter name, flattened.
+
+    Returns:
+        Flat indices by parameter name, [S] in int64; all elements of a small parameter.
     """
     chosen = {}
     for name, truth in truths.items():
@@ -447,7 +472,17 @@ class Fix:
     loss_factor: LossFactor = unknown_factor
 
     def apply(self, name: str, sample: Sample, rank: int) -> Tensor:
-        """Return a rank's gradient of a sample after the fix; NaN at elements of other ranks."""
+        """Return a rank's gradient of a sample after the fix.
+
+        Args:
+            name: The parameter's name. Parameters that are not in `names` are only divided by
+                `scale`.
+            sample: The gradients of S sampled elements of the parameter.
+            rank: The rank whose gradient is fixed.
+
+        Returns:
+            The gradient, [S]; NaN for elements that the rank does not hold.
+        """
         sample = sample.divide_gradients(self.scale)
         return self.undo(sample, rank) if name in self.names else sample.gradients[rank]
 

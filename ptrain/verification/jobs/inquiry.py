@@ -354,10 +354,15 @@ class Inquiry:
     def repeat_step(
         self, *within: Context, before: Sequence[Context] = (), share: Any = None
     ) -> tuple[StepRecorder, Any] | None:
-        """Run the loop's step again; return its record and loss, or None if it fails on a rank.
+        """Run the loop's step again. All ranks call it.
 
-        `within` are contexts of the step, and `before` contexts that are entered before the
-        recorder. `share` replaces this rank's samples. All ranks call it.
+        Args:
+            within: Contexts of the step, entered after the recorder.
+            before: Contexts that are entered before the recorder.
+            share: Samples that replace this rank's; None to repeat the step with the original ones.
+
+        Returns:
+            The record and the loss of the step; None if it fails on any rank.
         """
         _, seen = self.pair.recorders()
         share = self.share if share is None else share
@@ -483,10 +488,18 @@ class Inquiry:
     def compare_outside(
         self, seen: StepRecorder, loss: Any, inside: Sequence[str]
     ) -> tuple[str, str] | None:
-        """Return phrases for the match and for the remaining differences of a step, or None.
+        """Compare a step with the reference, all gradients or only those outside of some modules.
 
-        It matches if the loss matches, and all gradients or those outside of the modules `inside`,
-        provided that these differed before. All ranks call it.
+        It matches if the loss and the compared gradients match, and these differed before. All
+        ranks call it.
+
+        Args:
+            seen: The record of the repeated step.
+            loss: The loss that the repeated step returned.
+            inside: Paths of modules, as layer families, whose gradients may still differ.
+
+        Returns:
+            Phrases for the match and for the remaining differences; None if it does not match.
         """
         losses = self._loss_difference(loss)
         if any(apart > self.limit.losses for apart in losses):

@@ -59,7 +59,12 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Return the values of all ranks, of type `kind`, by rank. All ranks call it."""
+        """Return the values of all ranks, by rank. All ranks call it.
+
+        Args:
+            value: This rank's value, which is sent as JSON.
+            kind: The type as which the values are decoded.
+        """
         if self.size == 1:
             return [value]
         return gather(value, self.size, self.device, self.group, kind)

@@ -122,8 +122,11 @@ class TriedRelation:
     ) -> TriedRelation:
         """Return the relation, which holds if it has no root cause.
 
-        `why` replaces factor and place of the root cause as the reason of the check. `value` is
-        measured.
+        Args:
+            name: The name of the relation, shown after "shared code:".
+            root_cause: The root cause of a violation, None if the relation holds.
+            why: The reason in the check. Default: factor and place of the root cause.
+            value: The measurement, None if it is no number.
         """
         otherwise = why or (f"{root_cause.factor}: {root_cause.place}" if root_cause else "")
         return cls(
@@ -413,7 +416,18 @@ def shared_root_cause(
     state: Subject, factor: str, place: str, sentence: str, fix: str, tried: str, *,
     num_ranks: int, step: int = 0,
 ) -> RootCause:  # fmt: skip
-    """Return a proven root cause of code that the reference runs too, on all ranks."""
+    """Return a proven root cause of code that the reference runs too, on all ranks.
+
+    Args:
+        state: The kind of state that is wrong.
+        factor: A short label of the difference.
+        place: The module, function or operator.
+        sentence: The explanation.
+        fix: The instruction.
+        tried: The test that proves it.
+        num_ranks: The number of ranks; all are named.
+        step: The step, from 0.
+    """
     said = make_untested_cause(
         state, factor, place, sentence, fix, step=step, ranks=range(num_ranks)
     )

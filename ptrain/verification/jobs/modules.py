@@ -56,9 +56,15 @@ class TokenSlice:
     whole: torch.Size
 
     def indices(self, whole: int, own: int) -> Iterator[Tensor]:
-        """Yield index tensors that shard a dimension of size `whole` to size `own`.
+        """Yield index tensors that shard a dimension to this rank's size.
 
-        The dimension may be tokens, samples, or both flattened.
+        Args:
+            whole: The size of the dimension in the reference.
+            own: The size of the dimension on this rank.
+
+        Yields:
+            Indices (1-d, of length `own`), if the dimension may be tokens, samples, or both
+            flattened.
         """
         both = self.rows[:, None] * self.whole[1] + self.columns
         for index, size in (
@@ -110,6 +116,13 @@ def shard_indices(whole: int, own: int) -> Iterator[Tensor]:
 
     They are contiguous chunks, also of each part of a fused projection; zigzag, where rank r of n
     has the chunks r and 2n - 1 - r; and every n-th index.
+
+    Args:
+        whole: The size of the dimension in the reference.
+        own: The size of one shard. Nothing is yielded unless it divides `whole`.
+
+    Yields:
+        Indices (1-d, of length `own`), rank by rank.
     """
     if not own or whole % own:
         return
@@ -129,6 +142,16 @@ def candidate_parts(whole: Tensor, own: Tensor, part: TokenSlice | None = None) 
 
     A DTensor has one part, by its placements. A plain tensor corresponds to the full tensor, or to
     a shard along one or two dimensions.
+
+    Args:
+        whole: The reference's tensor.
+        own: This rank's tensor.
+        part: The position of this rank's tokens. If it is None or fits no dimension, all usual ways
+            to shard a dimension are tried.
+
+    Yields:
+        A part of `whole` with the local shape of `own`. Nothing if more than two dimensions differ
+        in size.
     """
     if isinstance(own, DTensor):
         if (its := local_part(whole, own)) is not None:

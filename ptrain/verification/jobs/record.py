@@ -282,8 +282,16 @@ def compare_in_use(
 ) -> None:
     """Compare the parameters of the first forward pass, if they were written since the step began.
 
-    A checkpoint that is loaded within the step writes them. `sides` and `before` have the reference
-    first. The difference is relative to the change by that write.
+    A checkpoint that is loaded within the step writes them. The difference is relative to the
+    change by that write.
+
+    Args:
+        differences: Receives the differences.
+        sides: The recorders of the step, the reference's first.
+        before: The parameters at the start of the step by name: the reference's in full, then this
+            rank's elements.
+        holds: This rank's elements of each parameter.
+        limit: The tolerance; `updates` applies.
     """
     reference, run = (side.in_use for side in sides)
     for name, value in run.items():
@@ -302,10 +310,16 @@ def compare_in_use(
 def relative_to_move(
     own: Tensor, right: Tensor, way: float, limit: Tolerance, roundings: int = _ROUNDINGS
 ) -> float:
-    """Return the difference relative to a parameter's change `way`, or to its rounding.
+    """Return the difference relative to a parameter's change, or to its rounding.
 
-    The larger of both lengths counts. `roundings` is the number of roundings in the dtype of `own`
-    that are allowed.
+    The larger of both lengths counts.
+
+    Args:
+        own: This rank's elements.
+        right: The same elements in the reference.
+        way: The 2-norm of the reference's change.
+        limit: The tolerance; `updates` scales the rounding.
+        roundings: The number of roundings in the dtype of `own` that are allowed.
     """
     rounding = roundings * torch.finfo(own.dtype).eps * norm(right)
     rounding = rounding / limit.updates if limit.updates else 0.0
@@ -367,6 +381,13 @@ def compare_update(
 
     Adam turns the sign of a gradient that is noise into a full step. Noisy tensors (`is_noise`),
     and elements outside of `course.sure`, therefore only need to be finite.
+
+    Args:
+        differences: Receives the difference and the move.
+        name: The parameter's name.
+        course: The parameter before and after the step, on both sides.
+        is_noise: True if the whole gradient is noise.
+        limit: The tolerance; `updates` applies.
     """
     if not course.after.is_floating_point():
         same = torch.equal(course.run_after, course.after.to(course.run_after.device))
@@ -486,7 +507,14 @@ def compare_buffers(
     limit: Tolerance,
     moment: Moment = Moment.UPDATE,
 ) -> None:
-    """Compare floating buffers; at the start with the tighter limit for module outputs."""
+    """Compare floating-point buffers.
+
+    Args:
+        differences: Receives the differences.
+        buffers: Name, reference buffer and loop buffer, with equal shapes.
+        limit: The tolerance: `outputs` at the start, otherwise `updates`.
+        moment: The moment of the comparison.
+    """
     bound = limit.outputs if moment is Moment.START else limit.updates
     for name, *both in buffers:
         own, right = zero_shared_infinities(*reversed([local_cpu(its) for its in both]))
@@ -499,7 +527,15 @@ def compare_buffers(
 def shard_checksums(
     holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Return two checksums by name: of the element indices ("" for a full tensor) and values."""
+    """Return checksums of each parameter's element indices and of its values.
+
+    Args:
+        holds: This rank's elements of each parameter.
+        rows: The values of these elements by name.
+
+    Returns:
+        Two checksums by name: of the indices ("" for a replicated parameter), and of the values.
+    """
     return {
         name: ["" if holds[name].indices is None else checksum(holds[name].indices), checksum(row)]
         for name, row in rows.items()

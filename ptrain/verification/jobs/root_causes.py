@@ -131,6 +131,11 @@ def first_mismatch_cause(
 
     Any differing gradient counts as the same occurrence, because a rank may hold no element of the
     first one. The root cause is unexplained, except for samples that are not in the batch.
+
+    Args:
+        mismatches: The mismatches of all ranks in order, at least one.
+        ranks: The ranks of the loop.
+        tried: The trials that explained nothing; "" if there were none.
     """
     one = mismatches[0]
     alike = [
@@ -177,10 +182,17 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
 def explain_buffers(
     mismatches: Sequence[Mismatch], models: tuple[nn.Module, nn.Module], ranks: Ranks, limit: float
 ) -> RootCause:
-    """Return the root cause of buffers that differ although nothing else does. All ranks call it.
+    """Return the root cause of buffers that differ although nothing else does.
 
-    The first buffer decides: it may be rounded, equal on all ranks, or different on each rank.
-    `models` are the reference's and the loop's.
+    The first buffer decides: it may be rounded, equal on all ranks, or different on each rank. All
+    ranks call it.
+
+    Args:
+        mismatches: The mismatches of buffers on all ranks, at least one.
+        models: The models of the reference and of the loop.
+        ranks: The ranks of the loop.
+        limit: The largest relative residual at which a buffer counts as a multiple of the
+            reference's.
     """
     first = mismatches[0]
     blame = partial(
@@ -250,8 +262,13 @@ def explain_in_use(
 ) -> RootCause:
     """Return the root cause of parameters that were written before the forward pass.
 
-    `everyones` has a factor and a phrase for known values, by rank and parameter. No trial can
-    prove it, because a repeated step may not write the parameters again.
+    No trial can prove it, because a repeated step may not write the parameters again.
+
+    Args:
+        mismatches: The mismatches of these parameters, at least one.
+        ranks: The ranks of the loop.
+        everyones: A factor and a phrase for known values, by rank and parameter name; both are ""
+            for unknown values.
     """
     kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
     factor, what = kinds.pop() if len(kinds) == 1 else ("", "")

@@ -146,7 +146,16 @@ def find_shards(
 
 
 def dtensor_shard(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
-    """Return the elements of a full tensor of this shape that a DTensor holds on this rank."""
+    """Return the elements of a full tensor that a DTensor holds on this rank.
+
+    Args:
+        name: The parameter's canonical name.
+        tensor: The DTensor.
+        shape: The shape of the full tensor.
+
+    Raises:
+        PtrainError: The DTensor is a partial sum, or its global shape is not `shape`.
+    """
     at = local_part(index_tensor(shape), tensor)
     if at is None:
         raise _unknown_offset_error(name, tensor, shape)

@@ -221,8 +221,17 @@ class RingCore(nn.Module):
     ) -> Tensor:
         """Return the attention output.
 
-        `documents_BS` is the document number of every token, ordered by rank. None if a sample is
-        one document. The rules exclude sliding windows.
+        The rules exclude sliding windows.
+
+        Args:
+            q_BHTD: The queries of this rank's tokens.
+            k_BGTD: The keys of this rank's tokens, with G key-value heads.
+            v_BGTD: The values of this rank's tokens.
+            documents_BS: The document number of every token of the samples, ordered by rank. None
+                if a sample is one document.
+
+        Returns:
+            The outputs [B, H, T, D] for this rank's tokens.
         """
         y_BHTD: Tensor = _RingAttention.apply(q_BHTD, k_BGTD, v_BGTD, documents_BS, self)
         return y_BHTD
@@ -309,13 +318,29 @@ class GatheredCore(nn.Module):
     ) -> Tensor:
         """Return the attention output.
 
-        `mask_TT` is the mask of documents for the rank's queries and all keys [B, 1, T, S].
+        Args:
+            q_BHTD: The queries of this rank's tokens.
+            k_BGTD: The keys of this rank's tokens, with G key-value heads.
+            v_BGTD: The values of this rank's tokens.
+            mask_TT: The mask of documents for the rank's queries and all keys, [B, 1, T, S]. None
+                if a sample is one document.
+
+        Returns:
+            The outputs [B, H, T, D] for this rank's tokens.
         """
         y_BHTD: Tensor = _GatheredAttention.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
     def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
+        """All-gather keys and values over the ranks of cp.
+
+        Args:
+            k_BGTD: The keys of this rank's tokens, with G key-value heads.
+            v_BGTD: The values of this rank's tokens, of equal shape.
+
+        Returns:
+            The keys and values [B, G, S, D] of all ranks, views of one tensor.
+        """
         # One collective for both: a rank pays the latency once.
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
         self.registry.tag(own, State.ACTIVATIONS)
@@ -324,7 +349,15 @@ class GatheredCore(nn.Module):
         return k_BGSD, v_BGSD
 
     def sum_kv_gradients(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's keys and values, summed over all ranks."""
+        """Sum the gradients of keys and values over the ranks of cp.
+
+        Args:
+            k_BGSD: This rank's gradient of the keys of all ranks.
+            v_BGSD: This rank's gradient of the values of all ranks.
+
+        Returns:
+            The summed gradients [B, G, T, D] of this rank's keys and values.
+        """
         # The reverse of `gather_kv`: one collective sums the gradients of keys and of values.
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]

@@ -141,9 +141,12 @@ def attend_over_cp(module: nn.Module, core_over: CoreOver) -> None:
 
 
 def give_positions(model: nn.Module, argument: str, spans: tuple[Span, ...]) -> None:
-    """Pass the positions of `spans` to every forward pass of a model, in this argument.
+    """Pass the positions of tokens to every forward pass of a model.
 
-    An empty `argument` changes nothing.
+    Args:
+        model: The model, on which a forward pre-hook is registered.
+        argument: The keyword argument that receives the positions, [1, T]. "" changes nothing.
+        spans: The token ranges (first, end), end exclusive, in the rank's order.
     """
     if argument:
         hook = partial(_with_positions, argument=argument, spans=spans)
@@ -158,7 +161,15 @@ def _with_positions(
 
 
 def positions_of(spans: tuple[Span, ...], device: torch.device) -> Tensor:
-    """Return the positions [1, T] of the tokens of these spans."""
+    """Return the positions of tokens.
+
+    Args:
+        spans: The token ranges (first, end), end exclusive, in the rank's order.
+        device: The device of the result.
+
+    Returns:
+        The positions from 0, [1, T] in int64.
+    """
     parts = [torch.arange(first, behind, device=device) for first, behind in spans]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
@@ -187,7 +198,13 @@ def intercept_draws(
     drop: Callable[[Draw, DropoutCall], Tensor],
     meet: Callable[[Draw], None],
 ) -> Iterator[None]:
-    """Temporarily pass each dropout to `drop`, and each other draw to `meet`."""
+    """Temporarily replace dropouts, and report all other random draws.
+
+    Args:
+        watch: The record of the running module, which names the place of a draw.
+        drop: Returns the result of a dropout, given the draw and the call. Its draws are ignored.
+        meet: Called with each draw that is not a dropout.
+    """
     draws = _Draws(watch, meet)
 
     def dropped(call: DropoutCall) -> Tensor:

@@ -89,9 +89,15 @@ class SampleSlices(SampleTokens):
         return all_reduce_sum(counts_BE, self.group)
 
     def count_earlier(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
-        """Return for each choice how many earlier choices its expert has, over all ranks [B, K, T].
+        """Return for each choice how many earlier choices its expert has, over all ranks.
 
-        `before_BKT` has the earlier choices on this rank.
+        Args:
+            before_BKT: The number of earlier choices on this rank, for each choice.
+            chosen_BKT: The index of the chosen expert, from 0, in the rank's order of tokens.
+            num_experts: The number of experts.
+
+        Returns:
+            The counts, [B, K, T].
         """
         parts = chosen_BKT.split(self._lengths, dim=-1)
         counts_LBKE = torch.stack([_count_choices(part, num_experts) for part in parts])
@@ -171,7 +177,12 @@ def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
 
 
 def take_spans(whole: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Return a copy of these spans of a tensor [samples, tokens, ...]."""
+    """Return a copy of token ranges of a tensor.
+
+    Args:
+        whole: The tensor [samples, tokens, ...].
+        spans: The ranges (first, end), end exclusive, in the order of the result.
+    """
     return torch.cat([whole[:, first:behind] for first, behind in spans], dim=1)
 
 
@@ -301,10 +312,19 @@ class HopKernel:
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, **given: Any
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of the kernel.
+        """Return the outputs of the kernel for one hop.
 
         If all keys of a query belong to other documents, the log-sum-exp must be -inf. The kernel
         returns 0, which would count when hops are merged, so it is replaced.
+
+        Args:
+            q_BHTD: The queries of this rank's tokens.
+            k_BGTD: The keys that arrived with this hop.
+            v_BGTD: The values that arrived with this hop.
+            given: Further arguments of the kernel.
+
+        Returns:
+            The outputs [B, H, T, D], the log-sum-exp [B, H, T], and the kernel's other results.
         """
         apart_BTT = self._are_apart(q_BHTD, k_BGTD)
         has_none_B1T = apart_BTT.all(-1).unsqueeze(1)
@@ -435,6 +455,10 @@ class SlicedMasks:
 
         The kernel's backward applies a given mask to a gradient, and is used here to apply it to
         the input.
+
+        Args:
+            x: The rank's tokens.
+            rate: The probability that an element is dropped, from 0 to less than 1.
         """
         # The input has arbitrary values: only the mask is used, and drawing it advances the
         # generator as a single device would.
@@ -456,7 +480,13 @@ class SlicedMasks:
 
 
 def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMasks:
-    """Return the masks of the rank at this place along cp."""
+    """Return the dropout masks of a rank of cp.
+
+    Args:
+        step: The context parallelism of the plan.
+        index: The rank's place along cp, from 0.
+        cut: The samples of a micro-batch, and the slices of their tokens between blocks.
+    """
     return SlicedMasks(
         spans=spans_at(step, index),
         index=index,

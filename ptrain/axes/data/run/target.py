@@ -142,7 +142,11 @@ def _with_layout_of(part: torch.Tensor, like: DTensor) -> DTensor:
 def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
     """Return the axes along which ranks have different parts of the parameter's operator.
 
-    The parts are features or experts. Axes that shard data only do not count.
+    Args:
+        parameter: The parameter. One that is not a DTensor has no such axes.
+
+    Returns:
+        The axes that shard features or experts. Axes that shard data only do not count.
     """
     if not isinstance(parameter, DTensor):
         return ()
@@ -153,7 +157,12 @@ def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
 
 
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `tensor` in the layout of `like`; `tensor` may have any layout."""
+    """Return this rank's part of a tensor in the layout of another one.
+
+    Args:
+        tensor: The full tensor, or a DTensor in any layout.
+        like: The tensor whose layout counts. If it is not a DTensor, the full tensor is returned.
+    """
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
         return full_tensor(tensor)
     if (

@@ -80,14 +80,26 @@ class StageInput:
         """Replace the first layer's input by the hidden states (forward pre-hook).
 
         The input is the first floating-point tensor among the arguments.
+
+        Args:
+            _: The layer, which is not used.
+            given: Its positional arguments.
+            named: Its keyword arguments.
+
+        Returns:
+            Both kinds of arguments, with the input replaced.
         """
         first = given[0] if given and is_real(given[0]) else _hidden_among((given, named))
         return _replace_tensor((given, named), first, self.hidden_states)
 
     def make_placeholder(self, shape: Iterable[int]) -> Tensor:
-        """Return a tensor with arbitrary values.
+        """Return a tensor with arbitrary values, in dtype and device like the hidden states.
 
-        It has no memory, unless the model writes into it.
+        Args:
+            shape: The size of each dimension.
+
+        Returns:
+            The tensor. It has no memory, unless the model writes into it.
         """
         if self._is_written:
             return self.hidden_states.detach().new_zeros(*shape)

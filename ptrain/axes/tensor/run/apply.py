@@ -133,7 +133,14 @@ class FusedOrder:
     ) -> Iterator[tuple[Window, torch.Tensor]]:
         """Yield the windows in the model's order that make up a window of a stored tensor.
 
-        `part` has the elements of `window`; each result has its view of `part`.
+        Args:
+            name: The tensor's name in the model.
+            shape: The shape of the full tensor.
+            window: The (start, size) of the window in each dimension, in the order of the ranks.
+            part: The elements of `window`.
+
+        Yields:
+            A window in the model's order, and its view of `part`.
         """
         lengths, place = self._lengths(name), 0
         if not lengths or self.step is None or not shape:
