@@ -282,8 +282,14 @@ def _fits_zero_redundancy(spec: Spec, factors: tuple[Factor, ...]) -> bool:
 def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
     """Require that frozen parameters are supported with this plan.
 
+    Args:
+        spec: The resolved spec.
+        plan: The plan, some of whose axes and parts do not support frozen parameters.
+        facts: The units of the model. If none has a frozen parameter, the spec must not place any.
+
     Raises:
-        SpecError: They are not executed there, or their memory and traffic are not derived.
+        SpecError: Frozen parameters are not executed there, their memory and traffic are not
+            derived, or the spec places frozen parameters and there are none.
     """
     frozen = [tensor.name for unit in facts.units for tensor in unit.frozen]
     require_any(spec, bool(frozen))

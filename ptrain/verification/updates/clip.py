@@ -364,9 +364,12 @@ class ClippedGradient:
     def detect(
         cls, squares: Mapping[str, float], gradients: Mapping[str, Tensor], tolerance: float
     ) -> ClippedGradient | None:
-        """Detect clipping from squared norms before and gradients after it.
+        """Detect clipping; None if factors differ, are 1, or are a power of two (a loss scale).
 
-        Returns None if the factors differ, are 1, or are a power of two (a loss scale).
+        Args:
+            squares: The squared norms before clipping, by parameter name.
+            gradients: The gradients after it.
+            tolerance: The largest relative difference of the factors.
         """
         factor = common_factor(squares, gradients, tolerance) or 1.0
         is_clip = factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
