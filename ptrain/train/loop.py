@@ -23,18 +23,8 @@ def train(program: Program, parts: LoopInputs, *, first: int = 0) -> Outcome:
     is then reported when the next one was launched, or before an evaluation, a checkpoint or the
     end.
 
-    Args:
-        program: The program, in the state before step `first`.
-        parts: The data, the journal, the checks and the function that saves a checkpoint.
-        first: The first step, from 0; larger if a run is resumed.
-
-    Returns:
-        The number of finished steps, the last losses, and the signal that ended the loop early, if
-        any.
-
-    Raises:
-        TrainingStopped: A loss or gradient is not finite; its update is skipped. Raised on all
-            ranks.
+    Raises TrainingStopped, on all ranks, if a loss or gradient is not finite; its update is
+    skipped.
     """
     spec, queue = program.spec, DeviceQueue(program.world.device)
     repeat = partial(_repeat_step, program, parts)
@@ -89,17 +79,7 @@ def _repeat_step(program: Program, parts: LoopInputs, step: int) -> torch.Tensor
 def local_batch(
     program: Program, source: SampleSource, step: int, split: Split = Split.TRAIN
 ) -> StepBatch:
-    """Return this rank's share of a global batch, on its device.
-
-    Args:
-        program: The program, for its spec and the rank's place in the mesh.
-        source: The samples.
-        step: The step, from 0.
-        split: The part of the data, training or held-out.
-
-    Returns:
-        The samples of the rank's micro-batches; with context parallelism, only its tokens.
-    """
+    """Return this rank's share of the global batch of `step` (from 0), on its device."""
     local = read_batch(
         source,
         spec=program.spec,
