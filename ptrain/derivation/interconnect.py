@@ -301,7 +301,7 @@ def _count_hops(collective: Collective, ranks: int) -> int:
             return ranks - 1
 
 
-# Bytes that gloo sends over those of the ring model. The default is 1.
+# Ratio of the bytes that gloo sends to the bytes of the ring model. The default is 1.
 # ProcessGroupGloo.cpp runs a reduce-scatter as an all-reduce, of which each rank keeps its part.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
 # The headers, 48 bytes for each message, are less than 0.1 % of messages of 1 MiB.

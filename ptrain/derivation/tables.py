@@ -204,7 +204,7 @@ def evaluate_sizes(
         sizes: The sizes of a table, as products of dimensions.
         values: The value of each symbol on one rank.
         itemsize: Bytes of an element of the compute dtype.
-        statistics: Replaces the sizes of attention statistics with those of a GPU kernel. None
+        statistics: Replaces the sizes of attention statistics with the sizes of a GPU kernel. None
             keeps the sizes of the CPU kernel.
     """
     plain = ((size, size.bytes(values, itemsize)) for size in sizes)

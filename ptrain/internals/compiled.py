@@ -175,8 +175,8 @@ def observe_kernels(note: NoteKernel) -> Iterator[None]:
 class _SilentKernel:
     """A kernel of a CPU that computes nothing.
 
-    inductor declares tensors that a kernel changes in place first, then those that it reads, which
-    are const, then those that it only writes (torch/_inductor/codegen/common.py, KernelArgs, 2.13).
+    inductor declares tensors that a kernel changes in place first, then its inputs, which are
+    const, then its outputs (torch/_inductor/codegen/common.py, KernelArgs, 2.13).
     """
 
     def __init__(self, types: Sequence[str], source: str) -> None:

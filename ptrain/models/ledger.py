@@ -360,7 +360,7 @@ def watch_modules(
         running.append(path)
         return None if before is None else before(path, module, args, kwargs)
 
-    def ended(*_: object) -> None:
+    def leave_module(*_: object) -> None:
         running.pop()
 
     with ExitStack() as stack:
@@ -374,7 +374,7 @@ def watch_modules(
             if after is not None:
                 stack.callback(module.register_forward_hook(partial(after, path)).remove)
             # always_call: a module that raises must leave the list too
-            stack.callback(module.register_forward_hook(ended, always_call=True).remove)
+            stack.callback(module.register_forward_hook(leave_module, always_call=True).remove)
         yield running
 
 

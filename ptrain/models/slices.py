@@ -74,7 +74,7 @@ class SeparateDraws:
         """Return True if an operator draws a mask that would be wrong on ranks.
 
         Args:
-            function: The operator. Only those that draw masks can be wrong.
+            function: The operator. Only operators that draw masks can be wrong.
             results: Its results.
             is_own: True if the operator reads tensors that differ between ranks.
         """

@@ -532,7 +532,7 @@ def _example_override(place: str, leaf: Leaf, default: object) -> str:
 
 
 def _describe_supported(leaf: Leaf) -> str:
-    """Describe the accepted values, and those that are not supported yet."""
+    """Describe the accepted values, and reserved values that are not supported yet."""
     if leaf.supported is None:
         return leaf.describe_values()
     works = [to_flow_yaml(value) for value in leaf.supported]

@@ -100,7 +100,7 @@ def block_of(*overrides: str) -> tuple[nn.Module, Run, Tensor]:
     return block, run, torch.ones_like(x)
 
 
-def predicted(*overrides: str) -> tuple[Bytes, Bytes]:
+def predict_block(*overrides: str) -> tuple[Bytes, Bytes]:
     """Return the bytes of forward and backward, by programs whose kernels compute nothing."""
     with silent_programs():
         _, run, seed = block_of(*overrides)
@@ -112,7 +112,7 @@ def predicted(*overrides: str) -> tuple[Bytes, Bytes]:
             return forward, ledger.take()
 
 
-def profiled(*overrides: str) -> tuple[Pass, Pass]:
+def profile_block(*overrides: str) -> tuple[Pass, Pass]:
     """Return forward and backward, by torch's profiler."""
     torch._dynamo.reset()
     _, run, seed = block_of(*overrides)
@@ -178,7 +178,7 @@ def test_a_block_is_predicted_to_the_byte_but_for_scratch_memory(
     overrides: tuple[str, ...],
 ) -> None:
     with torch._inductor.config.patch(compile_threads=1):
-        expected, passes = predicted(*overrides), profiled(*overrides)
+        expected, passes = predict_block(*overrides), profile_block(*overrides)
     assert expected == tuple(a_pass.bytes for a_pass in passes)
     for a_pass in passes:
         assert {*a_pass.scratch} <= {"aten::mm", ATTENTION, f"{ATTENTION}_backward"}
