@@ -14,8 +14,9 @@ from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
-from ptrain.spec.model import Attention, ExternalModel, ModelShape
+from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import DATA_AXES, Axis, Distribution, R, Tier
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3, gradient integrity"
@@ -103,6 +104,33 @@ def _flex_dropout_faults(spec: Spec) -> Iterator[Fault]:
             place="attention",
             finding=f"torch's flex_attention does not support dropout; the model has {rate:g}",
             remedy="Use `attention=sdpa` or `attention=eager`, or `model.attention_dropout=0`.",
+        )
+
+
+def _grouped_faults(spec: Spec) -> Iterator[Fault]:
+    """Yield a fault for each property for which torch has no kernel that reads a head of keys for
+    several heads of queries."""
+    shape = spec.model
+    if isinstance(shape, ExternalModel) or shape.attention is not Attention.SDPA_GQA:
+        return
+    if isinstance(shape, HuggingFaceModel):
+        finding = f"sdpa-gqa is of built-in models; {shape.hf} decides by itself if it copies keys"
+        yield Fault(place="attention", finding=finding, remedy="Use `attention=sdpa`.")
+        return
+    # On GPUs masks and fp32 are supported by the memory-efficient kernel alone, which requires
+    # equal numbers of heads (torch 2.11 to 2.15, sdp_utils.cpp); torch would then compute
+    # attention operator by operator, with the scores in memory.
+    is_wide = spec.precision.effective_layout.parameters is DType.FP32
+    reasons = {
+        "masks of windows or documents": shape.window is not None or shape.has_documents,
+        "capped scores": shape.attention_soft_cap is not None,
+        "fp32 on GPUs": spec.is_for_cuda and is_wide,
+    }
+    for reason in (words for words, is_so in reasons.items() if is_so):
+        yield Fault(
+            place="attention",
+            finding=f"sdpa-gqa: torch has no kernel for fewer heads of keys with {reason}",
+            remedy="Use `attention=sdpa`.",
         )
 
 
@@ -289,6 +317,7 @@ RULES = (
     _make_rule("a block is recomputed once", _ONCE, split_backward_faults),
     _make_rule("attention supports the model's dropout", "Definition 1", _flex_dropout_faults),
     _make_rule("attention has a backward pass", _ONCE, _flex_cpu_faults),
+    _make_rule("attention has a kernel for grouped heads", "Definition 1", _grouped_faults),
 )
 NOT_YET = (
     _make_rule("offloaded activations are used once", "", _offloaded_split_backward_faults),

@@ -181,6 +181,7 @@ def attention_of(spec: Spec) -> FusedAttention | None:
         head_dim=shape.head_dim,
         sequence=spec.batch.sequence,
         drops=shape.dropouts.attention > 0,
+        is_grouped=shape.is_grouped,
     )
 
 

@@ -4,7 +4,8 @@ Legend of shape suffixes: B samples, H heads, G key-value heads, R heads per key
 tokens, D elements per head.
 
 A core has no parameters. Keys and values arrive with G heads, and a core repeats them by an
-explicit copy, because not every kernel accepts fewer heads than queries have. A layer with a window
+explicit copy, because not every kernel accepts fewer heads than queries have; with
+`attention=sdpa-gqa` it does not, and torch selects among the kernels that do. A layer with a window
 also passes a mask, which is added to the scores: 0 or -inf. For samples that hold several documents
 the mask has one entry per sample: [B, 1, T, T].
 
@@ -51,16 +52,25 @@ class Scores:
 
 
 class SdpaCore(nn.Module):
-    """Attention by torch's `scaled_dot_product_attention`, with the kernel that torch selects."""
+    """Attention by torch's `scaled_dot_product_attention`, with the kernel that torch selects.
 
-    def __init__(self, dropout: float = 0.0, scores: Scores | None = None) -> None:
+    Args:
+        dropout: Probability with which a weight of a value is set to 0.
+        scores: Changes of the scores.
+        is_grouped: Keys and values keep their G heads (`enable_gqa`) and are not copied.
+    """
+
+    def __init__(
+        self, dropout: float = 0.0, scores: Scores | None = None, *, is_grouped: bool = False
+    ) -> None:
         super().__init__()
-        self.dropout, self.scores = dropout, scores or Scores()
+        self.dropout, self.scores, self.is_grouped = dropout, scores or Scores(), is_grouped
 
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        repeats, num_tokens = q_BHTD.shape[1] // k_BGTD.shape[1], q_BHTD.shape[-2]
+        repeats = 1 if self.is_grouped else q_BHTD.shape[1] // k_BGTD.shape[1]
+        num_tokens = q_BHTD.shape[-2]
         if mask_TT is not None:
             mask_TT = mask_TT[..., :num_tokens, :num_tokens]
         return self.attend(
@@ -71,7 +81,7 @@ class SdpaCore(nn.Module):
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
         """Return the attention output [B, H, T, D] of queries, keys and values with equal head
-        counts.
+        counts, or with fewer heads of keys and values if `is_grouped`.
 
         CPU kernels and the GPU's flash kernel need values as wide as queries, so narrower values
         are padded with zeros, and the padding is removed from the output.
@@ -94,6 +104,7 @@ class SdpaCore(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask_TT is None,
             scale=self.scores.scale,
+            enable_gqa=self.is_grouped,
         )
         return y_BHTD if narrow == wide else y_BHTD[..., :narrow]
 
@@ -159,8 +170,10 @@ def attention_core(shape: ModelShape, layer: int) -> SdpaCore:
         window=shape.window if shape.is_local(layer) else None,
     )
     match shape.attention:
-        case Attention.SDPA:
-            return SdpaCore(dropout, scores) if shape.is_fused else EagerCore(dropout, scores)
+        case Attention.SDPA | Attention.SDPA_GQA:
+            if not shape.is_fused:
+                return EagerCore(dropout, scores)
+            return SdpaCore(dropout, scores, is_grouped=shape.is_grouped)
         case Attention.EAGER:
             return EagerCore(dropout, scores)
         case Attention.FLEX:

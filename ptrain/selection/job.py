@@ -433,12 +433,12 @@ def searched_job(
 
 
 def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
-    """Return the shape that estimates use, or None if tables cover the model; raise SpecError if
-    they cover neither."""
+    """Return the shape that estimates use, or None if tables cover the model, or raise SpecError."""
     if is_tabulated(base):
         return None
     plain = without_programs(base)
-    for like in (shape, stand_in(shape)):
+    copied = replace(shape, attention=shape.attention_by(None)) if shape.is_grouped else shape
+    for like in (copied, stand_in(copied)):
         if is_tabulated(replace(plain, model=like)):
             return like
     raise input_error(

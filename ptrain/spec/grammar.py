@@ -238,6 +238,7 @@ class SpecRaw(Keys, _LeadingKeys):
             "eager if the class supports nothing else.",
             {
                 "sdpa": "torch's scaled_dot_product_attention, which selects the kernel",
+                "sdpa-gqa": "the same with enable_gqa: without copies of keys and values",
                 "eager": "operator by operator, with the scores in memory",
                 "math": "alias of eager",
                 "flash": "tiled, without scores in memory",
@@ -250,7 +251,7 @@ class SpecRaw(Keys, _LeadingKeys):
                 "naive": "eager",
                 "manual": "eager",
             },
-            supported=("sdpa", "eager", "flex", "math"),
+            supported=("sdpa", "sdpa-gqa", "eager", "flex", "math"),
             reason="; sdpa selects it where possible",
         ),
     ] = None

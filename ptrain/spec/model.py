@@ -86,6 +86,7 @@ class Attention(StrEnum):
     """The implementation of attention."""
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention
+    SDPA_GQA = "sdpa-gqa"  # the same, with enable_gqa instead of copies of keys and values
     EAGER = "eager"  # operator by operator, the scores in memory
     FLEX = "flex"  # torch's flex_attention
 
@@ -226,7 +227,20 @@ class ModelShape(BlockOptions):
     def is_fused(self) -> bool:
         """True if attention is torch's scaled_dot_product_attention, which does not support a soft
         cap."""
-        return self.attention is Attention.SDPA and self.attention_soft_cap is None
+        is_torchs = self.attention in (Attention.SDPA, Attention.SDPA_GQA)
+        return is_torchs and self.attention_soft_cap is None
+
+    def attention_by(self, said: Attention | None) -> Attention:
+        """Return the attention of this shape, by the `attention` of a spec. With as many heads of
+        keys as of queries there is nothing to group."""
+        is_needless = said is Attention.SDPA_GQA and self.kv_heads == self.heads
+        return Attention.SDPA if said is None or is_needless else said
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if a kernel reads each head of keys and values for several heads of queries."""
+        is_chosen = self.attention is Attention.SDPA_GQA and self.is_fused
+        return is_chosen and self.kv_heads < self.heads
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -262,7 +276,7 @@ def _has_operators_of(shape: ModelShape, family: Family) -> bool:
     activation = Activation.GELU if shape.activation is Activation.GELU_TANH else shape.activation
     if activation is not row["activation"] or shape.head_dim * shape.heads != shape.hidden:
         return False
-    if family is Family.LLAMA and shape.has_dropout:
+    if family is Family.LLAMA and (shape.has_dropout or shape.is_grouped):
         return False
     if family is Family.GPT and (shape.kv_heads != shape.heads or len({*shape.dropouts}) > 1):
         return False

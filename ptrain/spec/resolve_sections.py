@@ -219,7 +219,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
     name = raw.preset or ""
     if name and len(said) > 1 and (_missing_keys(preset) or _make_shape(preset) != shape):
         name = ""  # the overrides changed the shape, so it is not the preset's any more
-    return replace(shape, attention=attention or Attention.SDPA, preset=name)
+    return replace(shape, attention=shape.attention_by(attention), preset=name)
 
 
 def _published_shape(
@@ -246,7 +246,7 @@ def _published_shape(
     )
     if shape is None:
         return None
-    chosen = attention or Attention.SDPA
+    chosen = shape.attention_by(attention)
     return replace(shape, attention=chosen, pretrained=folder, ignored=model.ignored)
 
 

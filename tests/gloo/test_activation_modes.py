@@ -24,7 +24,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
     "gpt": {"family": "gpt"},
 }
-ATTENTIONS = ("sdpa", "eager")
+ATTENTIONS = ("sdpa", "eager", "sdpa-gqa")
 STAGES, SLICES, ZERO3 = "S,S,S,R", "S,S,S,S", "S*,S,S,R"
 PLACES: Mapping[str, Mapping[str, Any]] = {
     "one": {},
@@ -54,7 +54,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "mixed": {"activations": {"0": "M", "1": "O", "2": "R", "3": "M@file"}},
 }
 OF_PARTS = ("offload", "files")  # recomputed layers gather full inputs
-# Of eager attention, which saves scores and lets them go: these say it for all.
+# Of other attention than sdpa (eager saves scores and lets them go): these say it for all.
 WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
 SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")
 DROPPED = ("zero3", "flat", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
@@ -62,6 +62,7 @@ DEFAULT = {
     ("one", "mixed", "gpt", "eager"),
     ("zero3", "selective", "llama", "sdpa"),
     ("pp-1f1b", "mixed", "llama", "sdpa"),
+    ("tp-sp", "selective", "llama", "sdpa-gqa"),
 }
 
 
@@ -87,11 +88,13 @@ def activation_spec(
 
 def cases() -> Iterator[Any]:
     for case in product(PLACES, MODES, MODELS, ATTENTIONS):
-        place, mode, _, attention = case
+        place, mode, model, attention = case
         if "unit" in PLACES[place] and mode not in OF_PARTS:
             continue
-        if attention == "eager" and not (mode in WITH_SCORES and place in SAID_OF_SCORES):
+        if attention != "sdpa" and not (mode in WITH_SCORES and place in SAID_OF_SCORES):
             continue
+        if attention == "sdpa-gqa" and MODELS[model].get("kv_heads") is None:
+            continue  # as many heads of keys as of queries: sdpa
         marks = () if case in DEFAULT else (pytest.mark.nightly,)
         yield pytest.param(*case, marks=marks, id=" ".join(case))
 

@@ -201,6 +201,43 @@ def test_a_rejection_names_an_alternative(changes, refusal):
     assert refusals(**changes) == [refusal]
 
 
+GROUPED = {"attention": "sdpa-gqa", "model": MODEL | {"kv_heads": 1}}
+NO_KERNEL = "sdpa-gqa: torch has no kernel for fewer heads of keys with"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        ({"device": "cuda", "precision": {"layout": "bf16"}}, []),
+        ({"device": "cuda"}, ["fp32 on GPUs"]),
+        (
+            {"model": MODEL | {"kv_heads": 1, "window": 8}},
+            ["masks of windows or documents"],
+        ),
+        ({"model": MODEL | {"kv_heads": 1, "attention_soft_cap": 50}}, ["capped scores"]),
+    ],
+)
+def test_grouped_attention_is_rejected_where_torch_would_hold_the_scores(changes, reasons):
+    assert refusals(**GROUPED | changes) == [
+        ("attention", f"{NO_KERNEL} {reason}", "Use `attention=sdpa`.") for reason in reasons
+    ]
+
+
+def test_grouped_attention_is_torchs_where_no_heads_are_shared():
+    assert (
+        spec(attention="sdpa-gqa", model={"preset": "gpt-tiny"}).resolved.get("attention", "sdpa")
+        == "sdpa"
+    )
+    assert spec(**GROUPED).resolved["attention"] == "sdpa-gqa"
+
+
+def test_a_class_of_transformers_decides_by_itself_if_it_copies_keys():
+    ((_, finding, remedy),) = refusals(**OTHER | {"attention": "sdpa-gqa"})
+    assert finding.startswith("sdpa-gqa is of built-in models; LlamaForCausalLM decides")
+    assert remedy == "Use `attention=sdpa`."
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_a_block_is_not_recomputed_twice_by_a_backward_pass_in_halves(name):
     in_halves = PP | {"pipeline": {"schedule": str(name)}}

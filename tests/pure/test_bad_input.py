@@ -139,7 +139,7 @@ LINES = [
     ("mesh: {", "mesh: {ep: 2, ", "placement", "the mesh has ep: 2", "Add `placement.ep=R,R,R,R`"),
     ("mesh: {", "mesh: {cp: 2, ", "placement", "the mesh has cp: 2", "Add `placement.cp=R,R,R,S`"),
     ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "placement.pp=S,S,S,R"),
-    ("train:", "attention: flash\ntrain:", "attention", "not supported yet", "sdpa or eager"),
+    ("train:", "attention: flash\ntrain:", "attention", "not supported yet", "or sdpa-gqa or"),
     ("train:", "compile: head\ntrain:", "compile", "the string 'head'", "none, block, loss or all"),
     # the data axis' dials
     ("train:", "offload: {tier: host}\ntrain:", "offload.tier", "no state has mode O", "remove"),

@@ -363,6 +363,7 @@ NAMED = {
     "a block is recomputed once": INTEGRITY,
     "attention supports the model's dropout": "Definition 1",
     "attention has a backward pass": INTEGRITY,
+    "attention has a kernel for grouped heads": "Definition 1",
     "fp8 products are aligned": "Definition 1",
     "GPUs multiply fp8": "Definition 5",
 }

@@ -76,7 +76,7 @@ SETS = {
     activations.Operators: "matmul attention softmax norm collective",
     activations.Scope: "block attention",
     model.Family: "llama gpt",
-    model.Attention: "sdpa eager flex",
+    model.Attention: "sdpa sdpa-gqa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
     placement.Role: """column fused_column transposed_column row transposed_row vocabulary head

@@ -13,7 +13,7 @@ from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model
 from ptrain.models.ledger import Ledger
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from tests.unit.shapes import SHAPES, SMALL_GPT
+from tests.unit.shapes import ODD_SHAPE, SHAPES, SMALL_GPT
 from tests.unit.test_models import real, tokens_of
 
 LLAMA = {
@@ -34,6 +34,19 @@ def with_kind(shape: ModelShape, kind: Attention, dtype=torch.float64):
 def test_eager_attention_equals_torchs_within_rounding(shape):
     rows, found = tokens_of(shape), []
     for kind in (Attention.SDPA, Attention.EAGER):
+        model = with_kind(shape, kind)
+        loss = token_loss_sum(model(rows), rows)
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+def test_grouped_attention_equals_that_with_copies_of_keys_and_values_within_rounding():
+    shape = replace(ODD_SHAPE, kv_heads=1)
+    rows, found = tokens_of(shape), []
+    assert shape.heads > 1
+    for kind in (Attention.SDPA, Attention.SDPA_GQA):
         model = with_kind(shape, kind)
         loss = token_loss_sum(model(rows), rows)
         loss.backward()
@@ -100,7 +113,7 @@ def test_flex_attention_rejects_dropout():
         build_model(shape, sequence=8)
 
 
-@pytest.mark.parametrize("kind", Attention)
+@pytest.mark.parametrize("kind", [kind for kind in Attention if kind is not Attention.SDPA_GQA])
 def test_transformers_classes_use_the_attention_of_the_spec(kind):
     pytest.importorskip("transformers")
     model = build_model(HuggingFaceModel(hf="llama", config=LLAMA, attention=kind), sequence=8)
