@@ -433,7 +433,7 @@ def searched_job(
 
 
 def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
-    """Return the shape that estimates use, or None if tables cover the model, or raise SpecError."""
+    """Return the shape that estimates use; None if tables cover the model. May raise SpecError."""
     if is_tabulated(base):
         return None
     plain = without_programs(base)
