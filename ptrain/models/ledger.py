@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter
 
 from ptrain.internals.autograd import is_in_backward
 from ptrain.internals.compiled import is_buffer, is_higher_order, is_tracing, seen_buffers
+from ptrain.internals.fakes import is_device_query
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.internals.part import replace_attributes
 from ptrain.spec.placement import Tier
@@ -107,6 +108,8 @@ class OperatorMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_device_query(function, args):
+            return args[0].device
         # NotImplemented makes torch call the wrapper class, whose operators on plain tensors reach
         # this mode again.
         if any(map(is_wrapper, types)):

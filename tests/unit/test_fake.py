@@ -9,6 +9,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
+from ptrain.models.ledger import OperatorMode
 from ptrain.runtime.world import fake_tensors, fake_world
 from ptrain.spec.load import load
 
@@ -70,3 +71,19 @@ def test_a_step_on_fake_ranks_and_fake_tensors_has_the_predicted_cost(case, worl
     assert set(simulated.memory) == {row for row in exact.memory if row.rank == 1}
     assert set(simulated.peak) == {row for row in exact.peak if row.rank == 1}
     assert set(simulated.traffic) == steady
+
+
+def test_modes_do_not_see_that_a_fake_tensors_device_is_read():
+    names = set()
+
+    class SeenOperators(OperatorMode):
+        def on_operator(self, function, args, kwargs, result):
+            names.add(function._schema.name)
+
+    with fake_tensors(), SeenOperators():
+        x = torch.ones(2, requires_grad=True)
+        x.exp().sum().backward()
+        device = torch.ops.prim.device.default(x)
+    assert device == x.grad.device == torch.device("cpu")
+    assert {"aten::exp", "aten::sum", "aten::mul"} <= names
+    assert "prim::device" not in names
