@@ -115,17 +115,21 @@ def test_a_v_rejects_any_number_of_stages_but_two_a_rank(name, per_rank):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "per_rank", "least"),
-    [(ScheduleName.ONE_F_ONE_B, 1, 4), (ScheduleName.DUALPIPEV, 2, 8)],
-)
-def test_too_few_microbatches_are_rejected_with_how_many_are_needed(name, per_rank, least):
-    (fault,) = schedule_faults(name, pipeline(4, per_rank, least - 1))
-    assert f"{name} needs at least {least} micro-batches per step" in fault.finding
-    assert f"to get {least}, or use `pipeline.schedule=" in fault.remedy
+def test_too_few_microbatches_are_rejected_with_how_many_are_needed():
+    name = ScheduleName.DUALPIPEV
+    (fault,) = schedule_faults(name, pipeline(4, 2, 7))
+    assert f"{name} needs at least 8 micro-batches per step" in fault.finding
+    assert "to get 8, or use `pipeline.schedule=" in fault.remedy
     instead = ScheduleName(fault.remedy.rpartition("=")[2].removesuffix("`."))
-    assert not list(schedule_faults(instead, pipeline(4, per_rank, least - 1)))
-    assert not list(schedule_faults(name, pipeline(4, per_rank, least)))
+    assert not list(schedule_faults(instead, pipeline(4, 2, 7)))
+    assert not list(schedule_faults(name, pipeline(4, 2, 8)))
+
+
+def test_1f1b_with_fewer_microbatches_than_stages_alternates_on_the_last_ranks_only():
+    fewer = make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(4, 1, 2))
+    assert fewer.orders[:2] == make_schedule(ScheduleName.GPIPE, pipeline(4, 1, 2)).orders[:2]
+    assert [most_held(fewer, rank) for rank in range(4)] == [2, 2, 2, 1]
+    assert simulate(fewer).bubble_ratio == 3 / 2
 
 
 @pytest.mark.parametrize("name", [ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE])

@@ -101,9 +101,11 @@ def torchs(name: ScheduleName, size: PipelineShape, rank: int) -> tuple[Any, lis
     log: list[Action] = []
     stages = [Recorder(index, rank, size, log) for index in stages_of(name, size, rank)]
     first: Any = stages[0] if name in SINGLE else stages
-    made = CLASSES[name](
-        first, size.microbatches, loss_fn=lambda output, target: output, scale_grads=False
-    )
+    # The constructor of torch's 1F1B rejects fewer micro-batches than stages; its loop runs them.
+    is_1f1b = name is ScheduleName.ONE_F_ONE_B
+    accepted = max(size.microbatches, size.stages) if is_1f1b else size.microbatches
+    made = CLASSES[name](first, accepted, loss_fn=lambda output, target: output, scale_grads=False)
+    made._n_microbatches = size.microbatches
     # there is nothing to be prepared: no buffers, no group
     made._initialize_stage = made._initialize_stages = lambda *args, **options: None
     return made, stages

@@ -310,38 +310,19 @@ def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
     return isinstance(name, ScheduleName) and SCHEDULES[name].stages is None
 
 
-def _require_micro_batch_per_stage(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    """Require at least one micro-batch per stage."""
-    return _require_micro_batches(
-        pipeline.stages, "one per stage", (name, ScheduleName.GPIPE), pipeline
-    )
-
-
 def _require_two_per_rank(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
     """Require at least two micro-batches per rank."""
-    return _require_micro_batches(
-        2 * pipeline.ranks, "two per rank", (name, ScheduleName.ZBV), pipeline
-    )
-
-
-def _require_micro_batches(
-    least: int, why: str, names: tuple[ScheduleName, ScheduleName], pipeline: PipelineShape
-) -> Iterator[Fault]:
-    """Require a number of micro-batches.
-
-    `names` are the schedule that needs them, and one that does not.
-    """
-    name, instead = names
+    least = 2 * pipeline.ranks
     if pipeline.microbatches < least:
         yield Fault(
             place="pipeline.schedule",
             finding=(
-                f"{name} needs at least {least} micro-batches per step ({why}); there "
+                f"{name} needs at least {least} micro-batches per step (two per rank); there "
                 f"are {pipeline.microbatches}"
             ),
             remedy=(
                 f"Raise `batch.global` or lower `batch.micro` to get {least}, or use "
-                f"`pipeline.schedule={instead}`."
+                f"`pipeline.schedule={ScheduleName.ZBV}`."
             ),
         )
 
@@ -394,7 +375,6 @@ SCHEDULES = {
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_1f1b,
         ),
-        requirements=(_require_micro_batch_per_stage,),
     ),
     ScheduleName.BFS: ScheduleRow(
         order=orders.breadth_first,
