@@ -95,6 +95,54 @@ def _mesh(name: str) -> str:
     return f"mesh.{axis}=4"
 
 
+def losses_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> list[list[float]]:
+    """Return loss and gradient norm of steps 2 and 3, uninterrupted and after a resume."""
+    rows = []
+    program = program_of(name, *overrides)
+    for index in range(STEPS):
+        step(program, index)
+    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    resumed = program_of(name, *overrides)
+    load_saved(resumed, folder)
+    for each in (program, resumed):
+        row = []
+        for index in (STEPS, STEPS + 1):
+            local = local_batch(each, open_corpus(each.spec.data), index)
+            row.append(float(each.forward_backward(local)))
+            norm = each.reduce()
+            assert norm is not None
+            row.append(float(norm))
+            each.apply(1e-2)
+        rows.append([*row, *(float(value.double().sum()) for value in full_state(each).values())])
+    return rows
+
+
+SMALL_BUCKETS = ("bucket=8KiB",)  # several buckets of the small model
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "more"),
+    [
+        (2, "ddp", ()),
+        (4, "ddp", SMALL_BUCKETS),
+        (4, "pp-dp", ("model.layers=2",)),
+        pytest.param(4, "ddp-zero-redundancy", (), marks=pytest.mark.nightly),
+        pytest.param(4, "zero1", (), marks=pytest.mark.nightly),
+        pytest.param(4, "zero3", (), marks=pytest.mark.nightly),
+        pytest.param(4, "tp-dp", (), marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_after_a_resume_are_bitwise_those_of_an_uninterrupted_run(
+    ranks, tmp_path, size, name, more
+):
+    axis = "dp_shard" if name.startswith("zero") else "dp_replicate"
+    mesh = () if name in ("pp-dp", "tp-dp") else (f"mesh.{axis}={size}",)
+    uninterrupted, resumed = ranks.run(size, losses_on_ranks, name, (*mesh, *more), str(tmp_path))[
+        0
+    ]
+    assert resumed == uninterrupted
+
+
 # -- alone in one process
 
 
