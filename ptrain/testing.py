@@ -19,7 +19,6 @@ import importlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,9 +26,10 @@ from typing import Any
 
 from ptrain.codec import encode
 from ptrain.errors import PtrainError, RankFailed, VerdictFailed, input_error
+from ptrain.files import temporary_folder, write_json
 from ptrain.installed import require_torch
 from ptrain.train import environment
-from ptrain.train.folder import RunFolder, write_json
+from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch_ranks
 
 _GRACE = 10.0  # seconds in which the parent of the ranks ends them, before it is killed
@@ -92,14 +92,15 @@ def on_ranks(
     if num_ranks < 1:
         raise input_error("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()
-    with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
-        (Path(folder) / "logs").mkdir(mode=0o700)  # `launch_ranks` expects it in a run folder
-        words = [_qualified_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
-        ended = _run_python(["-m", "ptrain.testing", *words], timeout, _qualified_name(function))
+    with temporary_folder() as folder:
+        (folder / "logs").mkdir(mode=0o700)  # `launch_ranks` expects it in a run folder
+        name = _qualified_name(function)
+        words = [name, str(num_ranks), str(folder), json.dumps(list(arguments))]
+        ended = _run_python(["-m", "ptrain.testing", *words], timeout, name)
         if ended.returncode:
             raise _error_of(ended)
         return [
-            json.loads((Path(folder) / f"rank{rank}.json").read_text(encoding="utf-8"))
+            json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
             for rank in range(num_ranks)
         ]
 

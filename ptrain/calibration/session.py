@@ -51,6 +51,7 @@ from ptrain.calibration.write import (
 )
 from ptrain.codec import encode
 from ptrain.cost import Collective, State
+from ptrain.files import write_json
 from ptrain.interpreter.loss import global_norm, scale_down
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -68,7 +69,6 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.steps.step import Clip, CreateMesh
 from ptrain.train import environment
-from ptrain.train.folder import write_json
 
 _WIDTH, _HEADS, _SAMPLES, _TOKENS = 128, 4, 2, 128
 _BYTES = 64 * 2**10  # of the full tensor

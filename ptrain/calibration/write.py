@@ -12,8 +12,6 @@ import math
 import os
 import platform
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from ptrain.codec import decode
 from ptrain.commands import add_arguments
 from ptrain.cost import Collective
 from ptrain.errors import SpecError, input_error
+from ptrain.files import temporary_folder, write_text
 from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
@@ -33,7 +32,7 @@ from ptrain.spec.load import load
 from ptrain.spec.text import read
 from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
-from ptrain.train.folder import RunFolder, write_text
+from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch_ranks
 
 SECONDS = 100.0
@@ -452,27 +451,24 @@ def calibrate(options: CalibrationOptions) -> int:
         options = replace(options, device=base.kind)
     if not options.force:
         _require_idle_machine()
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept with its logs if `launch` raises
     parts: list[MeasuredPart] = []
     numbers = options.ranks or _default_ranks(options)
     # Not a monotonic clock: its origin may differ in the processes of the ranks.
     until = time.time() + options.seconds
-    for place, number in enumerate(numbers):
-        part = folder / str(number) / "part.json"
-        (part.parent / "logs").mkdir(mode=0o700, parents=True)
-        code = launch_ranks(
-            to_argv(
-                replace(options, part=part, until=_next_end(numbers[place:], until), cluster=None)
-            ),
-            num_ranks=number,
-            folder=RunFolder(part.parent),
-            module="ptrain.calibration",
-        )
-        if code:
-            shutil.rmtree(folder)
-            return code
-        parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
-    shutil.rmtree(folder)
+    with temporary_folder(keeps_failure=True) as folder:
+        for place, number in enumerate(numbers):
+            part = folder / str(number) / "part.json"
+            (part.parent / "logs").mkdir(mode=0o700, parents=True)
+            end = _next_end(numbers[place:], until)
+            code = launch_ranks(
+                to_argv(replace(options, part=part, until=end, cluster=None)),
+                num_ranks=number,
+                folder=RunFolder(part.parent),
+                module="ptrain.calibration",
+            )
+            if code:
+                return code
+            parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
     return report_rates(parts, options)
 
 

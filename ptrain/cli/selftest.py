@@ -26,6 +26,7 @@ from typing import Any
 from ptrain.cli.progress import show_progress
 from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, input_error
+from ptrain.files import temporary_folder
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import built_in_facts
 from ptrain.processor import cores, shares_gpus
@@ -221,10 +222,10 @@ def run(args: Namespace) -> int:
     )
     page.write()  # a path that cannot be written is reported before anything runs
     try:
-        with tempfile.TemporaryDirectory(prefix="ptrain-selftest-") as folder:
-            _run_specs(specs, page, Path(folder))
+        with temporary_folder() as folder:
+            _run_specs(specs, page, folder)
             if device == "cuda" and not shares_gpus():
-                _measure_speed(page, Path(folder))
+                _measure_speed(page, folder)
     finally:
         page.write()
         _print_results(page)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from argparse import Namespace
-from contextlib import suppress
-from pathlib import Path
 
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import show_progress
 from ptrain.errors import VerdictFailed, input_error
+from ptrain.files import temporary_folder
 from ptrain.installed import require_torch
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.spec.load import expand_sweeps, split_arguments
@@ -80,14 +77,8 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
 
 def _validate_spec(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
     """Run one spec in a temporary folder, which is kept with its logs if a rank fails."""
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept, with its logs, if a rank fails
-    try:
-        result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
-    finally:
-        with suppress(OSError):  # a folder that is not empty has the logs of ranks that started
-            folder.rmdir()
-    shutil.rmtree(folder)
-    return result
+    with temporary_folder(keeps_failure=True) as folder:
+        return train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
 
 
 def _spec_title(source: str, overrides: tuple[str, ...]) -> str:

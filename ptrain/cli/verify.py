@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any
 
 from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed
+from ptrain.files import temporary_folder
 from ptrain.installed import require_torch
 from ptrain.plan.lower import built_in_facts
 from ptrain.report.screen import command_line, next_line, print_screen
@@ -59,14 +58,11 @@ def run(args: Namespace) -> int:
         for source in sources or [load_names().default]
         for choice in expand_sweeps(overrides)
     ]
-    # mkdtemp creates it with mode 0700. It stays, with its logs, if a rank fails.
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
-    try:
-        records = _verify_all(jobs, args, folder)
-    except VerificationInterrupted as interrupted:
-        shutil.rmtree(folder)
-        return interrupted.code
-    shutil.rmtree(folder)
+    with temporary_folder(keeps_failure=True) as folder:
+        try:
+            records = _verify_all(jobs, args, folder)
+        except VerificationInterrupted as interrupted:
+            return interrupted.code
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     holds = all(record["verdict"] == "holds" for record in records)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, input_error, library
 from ptrain.facts.parameters import OF_VOCABULARY
+from ptrain.files import missing_space, user_mode
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import (
     INDEX,
@@ -395,10 +396,15 @@ def export_checkpoint(
         write = partial(write_adapters, saved, how=adapters, allow_import=allow_import)
     # In the same folder, because a rename across file systems is not atomic.
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
+    needed = sum(map(_tensor_bytes, saved.parameters.values()))
     try:
+        if adapters is not Adapters.ALONE and (problem := missing_space(to, needed)):
+            raise OSError(problem)
         unfinished.mkdir(parents=True)
         architecture, tensors, size, base = write(unfinished)
         copied = tuple(_copy_tokenizer(spec, base, unfinished))
+        for file in unfinished.iterdir():  # safetensors writes files that only the user reads
+            file.chmod(user_mode())
         # Last, so that a folder with this name is complete.
         unfinished.rename(to)
     except OSError as error:

@@ -15,9 +15,11 @@ endless stream to samples, by one permutation per epoch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -414,3 +416,57 @@ def require_trainable_data(source: SampleSource, spec: Spec, logits: int | None 
     if spec.eval.every:
         source.num_samples(spec.batch.unpadded_tokens, Split.HELD_OUT)
     source.require_known(spec, logits)
+
+
+# The other ranks wait while rank 0 hashes the data, so at most 256 blocks (of 1 MiB) are read.
+_BLOCK, _NUM_BLOCKS = 1 << 20, 256
+_LEAST_BLOCKS = 16  # blocks of each file, if there are many
+
+
+def fingerprint_data(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
+    """Return the fingerprint of the training data: size, digest and modification time by key.
+
+    - A file: its bytes, a SHA-256, and the time in ns. Up to 256 MiB are hashed in full. For a
+      larger file, 256 blocks of 1 MiB are hashed, evenly spaced from the first byte to the last, so
+      a change between the blocks is not noticed. Several files share the 256 blocks; each has at
+      least 16.
+    - A built-in text: size 0 and a digest.
+    - A user's dataset: the number of samples. Its content is unknown.
+    """
+    data = spec.data
+    if data.is_of_files:
+        paths = {"data.path": data.path, "data.loss_mask": data.loss_mask}
+        for index, part in enumerate(data.sources or ()):
+            paths[f"data.sources.{index}.path"] = part.path
+            paths[f"data.sources.{index}.loss_mask"] = part.loss_mask
+        files = {key: Path(path) for key, path in paths.items() if path}
+        blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
+        return {key: fingerprint_file(path, blocks) for key, path in files.items()}
+    is_user_code = data.function is not None
+    size = source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN) if is_user_code else 0
+    return {"data": (size, source.digest() or "", 0)}
+
+
+def fingerprint_file(path: Path, blocks: int) -> tuple[int, str, int]:
+    """Return the fingerprint of a file.
+
+    Args:
+        path: The file.
+        blocks: The number of blocks of 1 MiB to read at most.
+
+    Returns:
+        Its bytes, a text with the SHA-256, and the modification time in ns.
+    """
+    status, digest = path.stat(), hashlib.sha256()
+    size, what, last = status.st_size, "sha256", blocks - 1
+    places = list(range(0, size, _BLOCK))
+    if len(places) > blocks:
+        what = f"sha256 of {blocks} blocks"
+        places = [
+            (size - _BLOCK) * number // last for number in range(blocks)
+        ]  # first to last byte
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place)
+            digest.update(file.read(_BLOCK))
+    return size, f"{what}: {digest.hexdigest()}", status.st_mtime_ns

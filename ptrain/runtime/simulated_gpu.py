@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from ptrain.errors import PtrainError
+from ptrain.files import temporary_folder
 from ptrain.output import standard_output
 
 _SOURCES = Path(__file__).parent / "cuda"
@@ -90,9 +91,9 @@ def run_python(words: Sequence[str], sm: int) -> int:
         StubsNotCompiled: The libraries do not compile.
         PtrainError: A signal ended the process.
     """
-    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder, standard_output() as output:
-        runtime = _compile_library("runtime", Path(folder, "runtime.so"))
-        driver = _compile_library("driver", Path(folder, "libcuda.so.1"))
+    with temporary_folder() as folder, standard_output() as output:
+        runtime = _compile_library("runtime", folder / "runtime.so")
+        driver = _compile_library("driver", folder / "libcuda.so.1")
         preloaded = [str(runtime), *os.environ.get("LD_PRELOAD", "").split()]
         searched = [str(driver.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         environment = {

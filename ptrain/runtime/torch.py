@@ -142,6 +142,9 @@ class Tiers:
         nbytes = numel * dtype.itemsize
         try:
             descriptor, name = tempfile.mkstemp(prefix="ptrain-", dir=self.path)
+            opened = f"/proc/self/fd/{descriptor}"
+            if has_proc := os.path.exists(opened):
+                os.unlink(name)  # before it has a size: a killed process leaves nothing
         except OSError as error:
             raise unusable_folder_error(self.path, error) from error
         try:
@@ -150,13 +153,15 @@ class Tiers:
                 os.posix_fallocate(descriptor, 0, nbytes)
             else:  # macOS
                 os.truncate(descriptor, nbytes)
-            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+            place = opened if has_proc else name
+            return torch.from_file(place, shared=True, size=numel, dtype=dtype)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if mapping fails
             raise unusable_folder_error(self.path, error) from error
         finally:
             # the mapping stays valid; thousands of open files would exceed the limit
             os.close(descriptor)
-            os.unlink(name)
+            if not has_proc:  # macOS
+                os.unlink(name)
 
 
 class TorchRuntime:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.kernels import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
+from ptrain.files import temporary_folder
 from ptrain.installed import torch_minor
 from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode
@@ -210,8 +210,8 @@ def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
 
 def _of_capability(sm: int) -> list[Choice]:
     """Return the entries of `choices` for one compute capability, from a subprocess."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.json")
+    with temporary_folder() as folder:
+        answer = folder / "answer.json"
         if simulated_gpu.run_python(["-m", __name__, str(answer)], sm):
             raise RuntimeError(f"the attention kernels of sm {sm} could not be queried")
         rows: list[Choice] = json.loads(answer.read_text())

@@ -12,7 +12,6 @@ contains only tensors; all other state is JSON.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import re
@@ -30,13 +29,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from ptrain.data.sampler import SampleSource, Split
 from ptrain.errors import PtrainError, SpecError, input_error
+from ptrain.files import missing_space
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.optimizers.update import MASTER
 from ptrain.spec.precision import LAYOUTS, Layout
-from ptrain.spec.spec import Spec
 from ptrain.train import finite, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
@@ -68,7 +66,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
         The folder of the checkpoint. An existing one is returned unchanged.
 
     Raises:
-        PtrainError: A rank could not write its files.
+        PtrainError: A rank could not write its files, or the disk has less space than they need.
         TrainingStopped: A value is not finite. Raised before anything is written.
     """
     name = manifest.folder_name(step)
@@ -78,26 +76,48 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     if exchange.broadcast(final.exists()):
         return final  # the run was resumed from it and has done no step since
     finite.require_finite(program, step, exchange)
+    state = program.state_dict()
+    needed = _checkpoint_bytes(program, state, exchange)
+    if problem := exchange.broadcast(missing_space(parent, needed)):
+        raise _unwritable_error(final, problem)
     try:
         temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_tensors(program, temporary)
+        _write_tensors(program, state, temporary)
         files = manifest.file_digests(temporary, _list_rank_files(program.world.rank, temporary))
     except (OSError, CheckpointException) as error:
         problem, files = f"rank {program.world.rank}: {_error_text(error)}", {}
     else:
         problem = ""
     answers = exchange.gather({"problem": problem, "files": files})
-    if problems := [answer["problem"] for answer in answers if answer["problem"]]:
+    problems = [answer["problem"] for answer in answers if answer["problem"]]
+    if program.world.is_first and not problems:
+        try:
+            _commit_checkpoint(program, temporary, final, step, answers)
+        except OSError as error:
+            problems = [_error_text(error)]
+    # No rank ends or looks for the final folder before rank 0 has answered.
+    if problems := exchange.broadcast(problems):
         shutil.rmtree(temporary, ignore_errors=True)
-        raise input_error(
-            f"checkpoint {display_path(final)}",
-            f"is not writable: {problems[0]}",
-            "Free some space, or use another folder with `--run-dir DIR`.",
-        )
-    if program.world.is_first:
-        _commit_checkpoint(program, temporary, final, step, answers)
-    exchange.barrier()  # before any rank ends or looks for the final folder
+        raise _unwritable_error(final, problems[0])
     return final
+
+
+def _checkpoint_bytes(program: Program, state: Mapping[str, Any], exchange: Exchange) -> int:
+    """Return the bytes of the full tensors of all ranks, each counted once."""
+    # Full shapes: a rank has all names, except in a pipeline.
+    is_asked = program.world.is_first or program.plan.pipeline is not None
+    own = {name: value.nbytes for name, value in leaves(state)} if is_asked else {}
+    sizes = exchange.gather(own)
+    return sum({name: size for of_rank in sizes for name, size in of_rank.items()}.values())
+
+
+def _unwritable_error(final: Path, problem: str) -> SpecError:
+    """Return the error of a checkpoint that cannot be written."""
+    return input_error(
+        f"checkpoint {display_path(final)}",
+        f"is not writable: {problem}",
+        "Free some space, or use another folder with `--run-dir DIR`.",
+    )
 
 
 def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange) -> None:
@@ -174,9 +194,8 @@ def find_newest_sound(
     return None, None, complaints
 
 
-def _write_tensors(program: Program, folder: Path) -> None:
+def _write_tensors(program: Program, state: dict[str, Any], folder: Path) -> None:
     """Write this rank's tensors with torch's FileSystemWriter."""
-    state = program.state_dict()
     strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)  # the default is True (torch 2.13)
@@ -322,11 +341,6 @@ def _error_text(error: BaseException) -> str:
     return str(error)
 
 
-# The other ranks wait while rank 0 hashes the data, so at most 256 blocks (of 1 MiB) are read.
-_BLOCK, _NUM_BLOCKS = 1 << 20, 256
-_LEAST_BLOCKS = 16  # blocks of each file, if there are many
-
-
 def resume_training(
     program: Program,
     folder: RunFolder,
@@ -377,55 +391,6 @@ def resume_training(
     was = f"{verified.spec} on {verified.world_size} ranks"
     LOG.info("resume  step %d of %s (saved by %s)", verified.step, display_path(path), was)
     return verified.step
-
-
-def fingerprint_data(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
-    """Return the fingerprint of the training data: size, digest and modification time by key.
-
-    - A file: its bytes, a SHA-256, and the time in ns. Up to 256 MiB are hashed in full. For a
-      larger file, 256 blocks of 1 MiB are hashed, evenly spaced from the first byte to the last, so
-      a change between the blocks is not noticed. Several files share the 256 blocks; each has at
-      least 16.
-    - A built-in text: size 0 and a digest.
-    - A user's dataset: the number of samples. Its content is unknown.
-    """
-    data = spec.data
-    if data.is_of_files:
-        paths = {"data.path": data.path, "data.loss_mask": data.loss_mask}
-        for index, part in enumerate(data.sources or ()):
-            paths[f"data.sources.{index}.path"] = part.path
-            paths[f"data.sources.{index}.loss_mask"] = part.loss_mask
-        files = {key: Path(path) for key, path in paths.items() if path}
-        blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
-        return {key: fingerprint_file(path, blocks) for key, path in files.items()}
-    is_user_code = data.function is not None
-    size = source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN) if is_user_code else 0
-    return {"data": (size, source.digest() or "", 0)}
-
-
-def fingerprint_file(path: Path, blocks: int) -> tuple[int, str, int]:
-    """Return the fingerprint of a file.
-
-    Args:
-        path: The file.
-        blocks: The number of blocks of 1 MiB to read at most.
-
-    Returns:
-        Its bytes, a text with the SHA-256, and the modification time in ns.
-    """
-    status, digest = path.stat(), hashlib.sha256()
-    size, what, last = status.st_size, "sha256", blocks - 1
-    places = list(range(0, size, _BLOCK))
-    if len(places) > blocks:
-        what = f"sha256 of {blocks} blocks"
-        places = [
-            (size - _BLOCK) * number // last for number in range(blocks)
-        ]  # first to last byte
-    with path.open("rb") as file:
-        for place in places:
-            file.seek(place)
-            digest.update(file.read(_BLOCK))
-    return size, f"{what}: {digest.hexdigest()}", status.st_mtime_ns
 
 
 def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -14,16 +14,17 @@ the device never waits for the host.
 
 from __future__ import annotations
 
+import hmac
 import json
+import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from signal import Signals
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from ptrain.axes.data.form import tier_of
 from ptrain.codec import decode, encode
 from ptrain.cost import State
+from ptrain.files import temporary_folder
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.process_groups import all_gather_single
 from ptrain.interpreter import program
@@ -47,6 +49,9 @@ Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every
 
 # The number of bytes that follow, in native byte order: both ends are on one host.
 _LENGTH = struct.Struct("=Q")
+_MOST_BYTES = 2**30  # of one message: the facts of a large model take some MB
+_NONCE_BYTES, _HELLO_BYTES = 16, 32  # a hello is the nonce and the number of a rank
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
 # The other ranks wait longer than rank 0: its message, which names the silent rank, comes first.
 _FOLLOWER_FACTOR = 1.25
 
@@ -73,16 +78,23 @@ class PeerConnection:
         except OSError as error:
             raise self._lost_error(error) from error
 
-    def receive(self) -> bytes:
+    def receive(self, most: int = _MOST_BYTES) -> bytes:
         """Return the bytes that the other rank sent.
+
+        Args:
+            most: The largest length that is read.
 
         Raises:
             TimeoutError: The other rank was silent for too long.
-            ConnectionError: The connection was closed. From both messages the parent recognizes a
-                rank that failed because of another (`launch.is_victim`).
+            ConnectionError: The connection was closed, or the message is too long. From both
+                messages the parent recognizes a rank that failed because of another
+                (`launch.is_victim`).
         """
         try:
-            return self._read_bytes(_LENGTH.unpack(self._read_bytes(_LENGTH.size))[0])
+            (length,) = _LENGTH.unpack(self._read_bytes(_LENGTH.size))
+            if length > most:
+                raise ConnectionError(f"a message of {length} bytes; at most {most} are read")
+            return self._read_bytes(length)
         except (OSError, ValueError) as error:  # ValueError: the file is closed
             raise self._lost_error(error) from error
 
@@ -178,18 +190,19 @@ def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | Non
     with ExitStack() as opened:
         # The folder of the socket is removed on return: only connecting needs its path.
         listener = _open_listener(opened, size, seconds)
-        gather("" if listener is None else listener.getsockname())
+        # Whoever finds the socket does not know the nonce, which went through the store.
+        nonce = secrets.token_hex(_NONCE_BYTES // 2)
+        gather(None if listener is None else [listener.getsockname(), nonce])
         have_joined = gather(listener is not None)  # all ranks must agree on the use of sockets
         if listener is None or not all(have_joined):
             return None
-        by_rank = {}
+        by_rank: dict[int, PeerConnection] = {}
         with ExitStack() as failing:
-            for _ in range(1, size):
-                joined = PeerConnection(listener.accept()[0], -1, seconds)  # sends its rank first
-                failing.callback(joined.close)
-                joined.rank = int(joined.receive())
+            while len(by_rank) < size - 1:
                 # Connections arrive in any order, so each rank sends its number.
-                by_rank[joined.rank] = joined
+                if joined := _admit_rank(listener.accept()[0], nonce, size, seconds):
+                    failing.callback(joined.close)
+                    by_rank[joined.rank] = joined
             failing.pop_all()
         return HostGroup(0, [by_rank[rank] for rank in range(1, size)])
 
@@ -197,14 +210,14 @@ def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | Non
 def _connect_to_first(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
     """Connect to rank 0, as any other rank."""
     with ExitStack() as failing:
-        path = gather("")[0]
+        path, nonce = gather(None)[0] or ("", "")
         first = _open_connection(path, seconds * _FOLLOWER_FACTOR) if path else None
         if first is not None:
             failing.callback(first.close)
         have_joined = gather(first is not None)
         if first is None or not all(have_joined):
             return None
-        first.send(b"%d" % rank)
+        first.send(f"{nonce}{rank}".encode())
         failing.pop_all()
         return HostGroup(rank, [first])
 
@@ -214,10 +227,10 @@ def _open_listener(opened: ExitStack, size: int, seconds: float) -> socket.socke
     if not hasattr(socket, "AF_UNIX"):
         return None
     with suppress(OSError):  # no temporary folder, or its path is too long for a socket
-        folder = opened.enter_context(TemporaryDirectory(prefix="ptrain-"))
+        folder = opened.enter_context(temporary_folder())
         listener = opened.enter_context(socket.socket(socket.AF_UNIX))
         listener.settimeout(seconds)
-        listener.bind(str(Path(folder) / "ranks"))
+        listener.bind(str(folder / "ranks"))
         # The queue must hold all ranks: rank 0 accepts them after all have connected.
         listener.listen(size)
         return listener
@@ -233,9 +246,34 @@ def _open_connection(path: str, seconds: float) -> PeerConnection | None:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX))
         connected.settimeout(seconds)  # without a timeout, connecting blocks on a full queue
         connected.connect(path)
+        if not _is_own_process(connected):
+            return None
         failing.pop_all()
         return PeerConnection(connected, 0, seconds)
     return None
+
+
+def _admit_rank(
+    connected: socket.socket, nonce: str, size: int, seconds: float
+) -> PeerConnection | None:
+    """Return the connection to a rank, None if another process or another user has connected."""
+    joined = PeerConnection(connected, -1, seconds)
+    with suppress(OSError, ValueError):
+        hello = joined.receive(_HELLO_BYTES).decode() if _is_own_process(connected) else ""
+        if hmac.compare_digest(hello[:_NONCE_BYTES].encode(), nonce.encode()):
+            joined.rank = int(hello[_NONCE_BYTES:])
+    if 0 < joined.rank < size:
+        return joined
+    joined.close()
+    return None
+
+
+def _is_own_process(connected: socket.socket) -> bool:
+    """Return True if the process at the other end of a socket is of this user, or if unknown."""
+    if not hasattr(socket, "SO_PEERCRED"):  # other systems than Linux
+        return True
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
 
 
 def _join_rows(rows: Sequence[bytes]) -> bytes:

@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from pathlib import Path
 import yaml
 
 from ptrain.errors import PtrainError, SpecError, input_error
+from ptrain.files import remove_unfinished, write_bytes, write_json, write_text
 from ptrain.installed import versions
 from ptrain.processor import cores
 from ptrain.spec.spec import Spec
@@ -115,6 +117,7 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
 
 
 ROOT = Path("runs")
+_PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")  # folders of a run folder
 _ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable folder."
 
 
@@ -280,29 +283,6 @@ def read_latest(root: Path) -> str | None:
     return os.readlink(link) if link.is_symlink() else None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: to a temporary file in its folder, flushed to disk and renamed."""
-    # In the same folder: a rename across file systems is not atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        # Before the rename, which may otherwise reach the disk first: then the file would be empty
-        # after a power loss.
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
 def display_path(path: Path) -> str:
     """Return a path as a user would type it.
 
@@ -319,6 +299,7 @@ def display_path(path: Path) -> str:
 def _write_first_files(folder: RunFolder, spec: Spec, command: str) -> None:
     """Write the files that are known before the first step."""
     path = folder.path
+    remove_unfinished(path)
     for part in ("logs", "checkpoints"):
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # from an earlier attempt of this run
@@ -356,6 +337,8 @@ def _open_given(path: Path, resuming: bool) -> Path:
         raise input_error(place, "is a symbolic link", "Use the folder itself.")
     if path.exists() and not path.is_dir():
         raise input_error(place, "is a file, not a folder", "Use a new or an empty folder.")
+    if path.exists():
+        _require_own(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(path)
     if not resuming and any(entry.name != LOCK_NAME for entry in path.iterdir()):
@@ -365,6 +348,22 @@ def _open_given(path: Path, resuming: bool) -> Path:
             "Use another folder, or add `--resume auto` to continue this run.",
         )
     return path.resolve()
+
+
+def _require_own(path: Path) -> None:
+    """Raise SpecError if a run folder, or a part of it, is another user's or a symbolic link.
+
+    Their owner may replace any file in it by a link to a file of this user.
+    """
+    for folder in (path, *(path / part for part in _PARTS)):
+        with suppress(FileNotFoundError):
+            status = folder.lstat()
+            finding = f"{folder.name} is a symbolic link" if stat.S_ISLNK(status.st_mode) else ""
+            if status.st_uid not in (os.geteuid(), 0):
+                finding = f"{folder.name} belongs to another user (uid {status.st_uid})"
+            if finding:
+                remedy = "Use a new folder, and `--resume PATH` to continue the run in this one."
+                raise input_error(f"--run-dir {path}", finding, remedy)
 
 
 def _create_folder(root: Path, name: str) -> Path:
@@ -405,8 +404,8 @@ def _list_entries(path: Path) -> set[Path]:
 
 
 def _read_content(file: Path) -> bytes:
-    """Return the content of a file, empty without one."""
-    return file.read_bytes() if file.exists() else b""
+    """Return the content of a regular file, empty without one."""
+    return file.read_bytes() if file.is_file() and not file.is_symlink() else b""
 
 
 def _point_latest(root: Path, name: str | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import statistics
 import sys
@@ -21,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from ptrain.cost import Estimate
 from ptrain.errors import Fault
+from ptrain.files import LineFile, warn_if_unwritable, write_text
 from ptrain.meters.traffic import CollectiveCounter
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report import routing
@@ -34,7 +34,7 @@ from ptrain.report.routing import LayerRouting
 from ptrain.report.screen import print_screen
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import StepFigures
-from ptrain.train.folder import RunFolder, write_text
+from ptrain.train.folder import RunFolder
 from ptrain.train.options import Options
 from ptrain.train.tracker import (
     MLflow,
@@ -119,7 +119,7 @@ class Journal:
         self.skipped_steps = 0  # because a gradient of the scaled loss overflowed
         self._measured: Mapping[str, float] = {}  # of the last measured step
         self._path, self._first = folder.metrics if folder else None, first
-        self._metrics: Any = None  # opened by the first row
+        self._metrics: LineFile | None = None  # created by the first row
         self._counter = CollectiveCounter() if spec.world_size > 1 and folder else None
         self._uncounted = 0  # steps since the counter was last read
         self._progress = _start_progress(spec.train.steps) if bar else None
@@ -154,7 +154,6 @@ class Journal:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
         if shown:
-            self._metrics.flush()
             LOG.log(self.level, self._step_line(report.step, figures))
 
     def write_held_out_loss(self, step: int, loss: float) -> None:
@@ -184,8 +183,9 @@ class Journal:
         """Append a row to metrics.jsonl. The first one drops rows of steps that are repeated."""
         assert self._path is not None, "only rank 0 writes"
         if self._metrics is None:
-            _drop_rows(self._path, self._first)
-            self._metrics = _open_for_append(self._path)
+            with warn_if_unwritable(self._path, LOG.warning):
+                _drop_rows(self._path, self._first)
+            self._metrics = LineFile(self._path, LOG.warning)
         self._metrics.write(json.dumps(row) + "\n")
 
     def _track_figures(self, step: int, figures: Mapping[str, float]) -> None:
@@ -287,7 +287,7 @@ def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
     # From an earlier training in this process, such as a notebook.
     LOG.handlers.clear()
     folder.log(rank).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = logging.StreamHandler(_open_for_append(folder.log(rank)))
+    file = logging.StreamHandler(LineFile(folder.log(rank), LOG.warning))
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.addHandler(file)
     if speaks:
@@ -335,12 +335,6 @@ def _drop_rows(path: Path, after: int) -> None:
     rows = [row for row in _ROW.finditer(text) if int(row[1]) <= after]
     if (remaining := "".join(row[0] for row in rows)) != text:
         write_text(path, remaining)
-
-
-def _open_for_append(path: Path) -> Any:
-    """Open a file for appending lines, readable only by its owner and flushed after each line."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    return os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
 
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {

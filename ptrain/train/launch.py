@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from ptrain.errors import PtrainError, RankFailed, TrainingStopped, VerdictFailed
+from ptrain.files import open_private
 from ptrain.output import standard_output
 from ptrain.train import environment, rank_start
 from ptrain.train.environment import Rendezvous
@@ -336,7 +337,9 @@ def _start_rank(
     """Start one rank. It prints to its log, except for the standard output of rank 0."""
     log, error_file = folder.log(rank), folder.error(rank)
     error_file.unlink(missing_ok=True)  # from an earlier attempt
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Empty, because @record would create it with the mode of the umask.
+    os.close(open_private(error_file, os.O_WRONLY | os.O_EXCL))
+    descriptor = open_private(log, os.O_WRONLY | os.O_APPEND)
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *words],  # -P: without the current folder

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from ptrain.cost import Estimate, Phase, Traffic, add_traffic
 from ptrain.data.sampler import SampleSource
 from ptrain.errors import TrainingStopped
+from ptrain.files import warn_if_unwritable
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import WaitMeter
 from ptrain.meters.measure import Measurement, measure
@@ -204,7 +205,8 @@ def profile_step(folder: Path, step: int, world: World) -> Iterator[None]:
         step: The step, from 1.
         world: The ranks.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with warn_if_unwritable(folder, LOG.warning):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -213,8 +215,10 @@ def profile_step(folder: Path, step: int, world: World) -> Iterator[None]:
         if world.device.type == "cuda":  # kernels that run after the profiler ends are not traced
             torch.cuda.synchronize(world.device)
     path = folder / f"rank{world.rank}-step{step}.json.gz"
-    profiler.export_chrome_trace(str(path))
-    path.chmod(0o600)
+    with warn_if_unwritable(path, LOG.warning):
+        path.unlink(missing_ok=True)  # torch would write through a link
+        profiler.export_chrome_trace(str(path))
+        path.chmod(0o600)
 
 
 FIRST_STEADY = 2  # the first two steps create optimizer state and rebuild DDP's buckets

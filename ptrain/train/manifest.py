@@ -137,7 +137,7 @@ class Manifest:
             old manifests.
         samples: The number of samples of the finished steps. None: unknown, in old manifests.
         data: Size, digest and modification time (ns) of the training data, as
-            `checkpoint.fingerprint_data` returns them; empty in old manifests.
+            `sampler.fingerprint_data` returns them; empty in old manifests.
         format: The version of the format.
     """
 

@@ -10,7 +10,6 @@ import json
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from ptrain.cost import Column
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, input_error
+from ptrain.files import temporary_folder
 from ptrain.installed import require_torch
 from ptrain.report.recorded import decode_record
 from ptrain.report.summary import training_summary
@@ -116,8 +116,8 @@ def run(
     require_torch()
     _require_no_launcher()
     resolved = load_trainable(spec, overrides, nproc=nproc).resolved
-    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
-        file = Path(folder) / "spec.yaml"
+    with temporary_folder() as folder:
+        file = folder / "spec.yaml"
         # The resolved spec: `spec` may be a mapping or object, which no command line can pass.
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
         return _run_training(file, run_dir=run_dir, allow_import=allow_import)

@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from ptrain.cost import Estimate
 from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import fingerprint_data
 from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, input_error
+from ptrain.files import warn_if_unwritable, write_json, write_text
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
@@ -45,9 +47,10 @@ from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, manifest, rank_start
-from ptrain.train.checkpoint import fingerprint_data, resume_training
+from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
+    ROOT,
     Claim,
     RunFolder,
     apply_agent_restart,
@@ -55,8 +58,6 @@ from ptrain.train.folder import (
     mark_as_latest,
     open_run,
     require_resumable,
-    write_json,
-    write_text,
 )
 from ptrain.train.heading import announce_node, job_line, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers, set_up_logging
@@ -133,8 +134,9 @@ class RoutingLog:
         self.counted[step] = counts
         if self._exchange.world.is_first:
             file = self._folder.routing(step + 1)
-            file.parent.mkdir(mode=0o700, exist_ok=True)
-            write_text(file, json.dumps(counts.to_counts()) + "\n")
+            with warn_if_unwritable(file, LOG.warning):
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                write_text(file, json.dumps(counts.to_counts()) + "\n")
 
     def _is_due(self, step: int) -> bool:
         """Return True if the model routes and the step is printed or measured."""
@@ -336,7 +338,8 @@ def _run_training(
                 save=partial(_save_checkpoint, program, session, consistency),
             )
             if world.is_first:
-                mark_as_latest(session.folder)
+                with warn_if_unwritable(ROOT / "latest", LOG.warning):
+                    mark_as_latest(session.folder)
             outcome = train(program, parts, first=first)
         of_run = _make_predictions(derivation, probe, routing)
         return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
@@ -511,7 +514,8 @@ def _conclude_run(
         result["run"] = _run_figures(session, outcome, predictions.derivation)
         result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
         result |= {"routing": routing} if routing else {}
-        write_json(session.folder.summary, result)
+        with warn_if_unwritable(session.folder.summary, LOG.warning):
+            write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict_text(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)

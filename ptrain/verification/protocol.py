@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.errors import VerdictFailed
+from ptrain.files import write_json
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
@@ -39,7 +40,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec, require_leave
 from ptrain.train import environment
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, write_json
+from ptrain.train.folder import RunFolder
 from ptrain.train.heading import announce_node, job_line
 from ptrain.train.session import device_name
 from ptrain.verification.examine import examine

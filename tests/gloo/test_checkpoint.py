@@ -7,12 +7,14 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
+from ptrain import files
 from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import PtrainError
@@ -95,6 +97,53 @@ def _mesh(name: str) -> str:
     return f"mesh.{axis}=4"
 
 
+def losses_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> list[list[float]]:
+    """Return loss and gradient norm of steps 2 and 3, uninterrupted and after a resume."""
+    rows = []
+    program = program_of(name, *overrides)
+    for index in range(STEPS):
+        step(program, index)
+    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    resumed = program_of(name, *overrides)
+    load_saved(resumed, folder)
+    for each in (program, resumed):
+        row = []
+        for index in (STEPS, STEPS + 1):
+            local = local_batch(each, open_corpus(each.spec.data), index)
+            row.append(float(each.forward_backward(local)))
+            norm = each.reduce()
+            assert norm is not None
+            row.append(float(norm))
+            each.apply(1e-2)
+        rows.append([*row, *(float(value.double().sum()) for value in full_state(each).values())])
+    return rows
+
+
+SMALL_BUCKETS = ("bucket=8KiB",)  # several buckets of the small model
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "more"),
+    [
+        (2, "ddp", ()),
+        (4, "ddp", SMALL_BUCKETS),
+        (4, "pp-dp", ("model.layers=2",)),
+        pytest.param(4, "ddp-zero-redundancy", (), marks=pytest.mark.nightly),
+        pytest.param(4, "zero1", (), marks=pytest.mark.nightly),
+        pytest.param(4, "zero3", (), marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_after_a_resume_are_bitwise_those_of_an_uninterrupted_run(
+    ranks, tmp_path, size, name, more
+):
+    axis = "dp_shard" if name.startswith("zero") else "dp_replicate"
+    mesh = () if name == "pp-dp" else (f"mesh.{axis}={size}",)
+    uninterrupted, resumed = ranks.run(size, losses_on_ranks, name, (*mesh, *more), str(tmp_path))[
+        0
+    ]
+    assert resumed == uninterrupted
+
+
 # -- alone in one process
 
 
@@ -107,6 +156,26 @@ def saved_checkpoint(tmp_path: Path) -> Path:
 
 def single_device_state(*overrides: str) -> Program:
     return program_of("zero3", "mesh.dp_shard=1", *overrides)
+
+
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    program = single_device_state()
+    small = SimpleNamespace(total=10**6, used=0, free=1000)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: small)
+    with pytest.raises(PtrainError, match=r"not writable: .* are needed, but 1 kB are free"):
+        checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    program = single_device_state()
+    monkeypatch.setattr(manifest, "write", write)
+    with pytest.raises(PtrainError, match=r"not writable: .*No space left"):
+        checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ptrain.data.sampler import fingerprint_file
 from ptrain.train import checkpoint, loop, manifest
-from ptrain.train.checkpoint import fingerprint_file
 from tests import jobs
 from tests.gloo import sessions
 from tests.ranks import Ranks

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from ptrain import files
 from ptrain.algebra.legality import require_runnable
 from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import folder, launch, loop_inputs, options, rank_start, tracker
+from ptrain.train import launch, loop_inputs, options, rank_start, tracker
 from ptrain.train.heading import rank_stage_texts
 from ptrain.train.launch import Failure, LauncherSignals, Rank
 from ptrain.train.loop_inputs import learning_rate
@@ -170,8 +171,8 @@ def test_the_cosine_goes_from_the_rate_to_its_fraction_and_stays_there():
 
 def test_a_text_appears_whole_and_for_its_owner_only(tmp_path):
     path = tmp_path / "a.json"
-    folder.write_json(path, {"a": 1})
-    folder.write_json(path, {"a": 2})
+    files.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]

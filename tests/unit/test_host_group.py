@@ -165,3 +165,47 @@ def test_bytes_that_end_before_they_are_whole_are_no_message() -> None:
     with pytest.raises(ConnectionError, match="rank 3: the process has ended"):
         joined.receive()
     joined.close()
+
+
+@pytest.mark.parametrize("hello", [b"1", b"0123456789abcdef1", b"x" * 3000, b""])
+def test_a_process_without_the_nonce_is_no_rank(hello: bytes) -> None:
+    """It connects before the ranks, and may send anything."""
+    strangers: list[socket.socket] = []
+
+    def act(rank: int, gather: Gather) -> HostGroup | None:
+        def looking(value: Any) -> list[Any]:
+            values = gather(value)
+            if rank == 1 and not strangers:
+                stranger = socket.socket(socket.AF_UNIX)
+                stranger.connect(values[0][0])
+                stranger.sendall(exchange._LENGTH.pack(len(hello)) + hello)
+                strangers.append(stranger)
+            return values
+
+        return connect_ranks(rank, 2, 10.0, looking)
+
+    first, second = on_ranks(2, act)
+    assert first is not None and second is not None
+    rows = on_ranks(2, lambda rank, _: (first, second)[rank].gather(b"%d" % rank))
+    assert rows == [[b"0", b"1"]] * 2
+    for each in (first, second, *strangers):
+        each.close()
+
+
+def test_a_process_of_another_user_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair()
+    assert exchange._is_own_process(one)
+    monkeypatch.setattr(exchange.os, "geteuid", lambda: 4711)
+    assert not exchange._is_own_process(one)
+    assert exchange._admit_rank(one, "", 2, 1.0) is None
+    other.close()
+
+
+def test_no_message_of_any_length_is_read() -> None:
+    one, other = socket.socketpair()
+    other.sendall(exchange._LENGTH.pack(1 << 60) + b"x")
+    joined = PeerConnection(one, 1, 1.0)
+    with pytest.raises(ConnectionError, match="bytes; at most"):
+        joined.receive()
+    joined.close()
+    other.close()

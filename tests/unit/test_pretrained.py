@@ -80,6 +80,9 @@ def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: 
         rows = after[name] if name != "transformer.wpe.weight" else tensor[:SEQUENCE]
         assert torch.equal(tensor[: len(rows)], after[name]), name
     assert torch.equal(logits(tmp_path / "out"), expected)
+    (tmp_path / "own").touch()  # with the umask
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "own").stat().st_mode}
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])

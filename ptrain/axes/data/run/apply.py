@@ -29,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.axes.data.fsdp2 import shard_dim
 from ptrain.axes.data.run.flat import FlatWrap, ParameterWrap, WrappedModel
 from ptrain.axes.data.run.flat_target import RowWriter, ZeroRedundancyUpdate
-from ptrain.axes.data.run.summing import handing_over
+from ptrain.axes.data.run.summing import arranged_buckets, handing_over, record_arrival
 from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.internals import fsdp2
+from ptrain.internals.ddp import DEFAULT_BUCKET_BYTES
 from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
@@ -46,10 +47,6 @@ from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.timeline import Kind
-
-# torch's default (torch/nn/parallel/distributed.py, 2.13). DDP uses the default only for
-# `bucket_cap_mb=None`, and then makes the first bucket small.
-_STOCK_BUCKET_MB = 25
 
 
 class ReplicatedWrap(ParameterWrap):
@@ -75,6 +72,15 @@ class ReplicatedWrap(ParameterWrap):
         self._unreduced: list[torch.Tensor] = []
         self._reducing: list[dist.Work] = []
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        # The last arrival of each gradient, by index, until the first reduction. The hooks refer to
+        # the dictionary only: autograd keeps them in C++, invisible to the garbage collector.
+        self._arrived: dict[int, None] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                partial(record_arrival, self._arrived, index)
+            )
+            for index, parameter in enumerate(self._trained)
+        ]
         with warnings.catch_warnings():
             # torch 2.13 renames broadcast_buffers, but the new argument would still broadcast once
             warnings.simplefilter("ignore", FutureWarning)
@@ -127,7 +133,7 @@ class ReplicatedWrap(ParameterWrap):
         The loss is divided by a global count already, so gradients are summed.
         """
         self._buckets.append(bucket)
-        if self.step.overlaps:
+        if self.step.overlaps and not self._hooks:
             if (work := dist.all_reduce(bucket, group=self.group, async_op=True)) is not None:
                 self._reducing.append(work)
         else:
@@ -135,12 +141,32 @@ class ReplicatedWrap(ParameterWrap):
 
     def _reduce_kept(self) -> None:
         """Wait for running reductions after backward, and reduce the remaining buckets."""
+        if self._hooks:
+            self._arrange_first_gradients()
         for work in self._reducing:
             work.wait()
         self._reducing.clear()
         for bucket in self._unreduced:
             dist.all_reduce(bucket, group=self.group)
         self._unreduced.clear()
+
+    def _arrange_first_gradients(self) -> None:
+        """Arrange the gradients of the first step in the buckets of all later steps.
+
+        DDP starts with one bucket in the order of parameters. It rebuilds its buckets for the
+        second step, in the order in which gradients arrived. Sums of another order differ in
+        rounding, so that a resumed run would differ from an uninterrupted one.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not self._buckets_have_all():
+            return
+        arrived = [self._trained[index] for index in self._arrived]
+        is_default = _bucket_cap_mb(self.step) is None
+        size = None if is_default else self.step.bucket_bytes
+        self._buckets = arranged_buckets(self._buckets, arrived, size)
+        self._unreduced = list(self._buckets)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return DDP's buckets, which contain only gradients.
@@ -193,8 +219,8 @@ def _bucket_cap_mb(step: Replicate) -> float | None:
 
     None is its default size, with which its first bucket is small.
     """
-    cap = step.bucket_bytes / 2**20
-    return None if cap == _STOCK_BUCKET_MB else cap
+    is_default = step.bucket_bytes == DEFAULT_BUCKET_BYTES
+    return None if is_default else step.bucket_bytes / 2**20
 
 
 _RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"
