@@ -248,7 +248,8 @@ def _faults(job: SearchedJob, where: Where) -> Iterator[Fault]:
                 tried = Candidate(
                     within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
                 )
-                spec = tried.spec(job.base)  # with its program and fp8 products, which are not scored
+                # `job.base` has the programs and fp8 products, which are not scored.
+                spec = tried.spec(job.base)
                 yield from (*check(spec), *find_unsupported(spec))[:1]
 
 

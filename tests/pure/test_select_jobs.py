@@ -318,7 +318,7 @@ def test_a_price_is_of_devices_and_hours():
 
 def test_if_no_candidate_can_run_compiled_their_commonest_fault_is_the_answer():
     search = chooser("compile=block", "unit==sub-block")
-    with pytest.raises(SpecError, match="no candidate runs: .* units within a block") as raised:
+    with pytest.raises(SpecError, match=r"no candidate runs: .* units within a block") as raised:
         search.choose()
     (fault,) = raised.value.faults
     assert fault.place == "unit"
