@@ -65,11 +65,6 @@ class Box:
         return self.end - self.start
 
     @property
-    def area(self) -> float:
-        """The duration times the height in rows; the rest of a row is idle."""
-        return self.length * (self.bottom - self.top)
-
-    @property
     def is_half(self) -> bool:
         """True if the action is half of a combined action."""
         return self.bottom - self.top < 1

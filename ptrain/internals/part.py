@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,35 +30,6 @@ class PrivatePart:
     arguments: tuple[str, ...] = ()
     since: str = FIRST
     until: str = LAST
-
-    @property
-    def name(self) -> str:
-        """The owner's name in torch."""
-        return str(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", self.owner)))
-
-    def exists_in(self, torch: str) -> bool:
-        """Return True if this torch version has the part."""
-        return (
-            _version_numbers(self.since) <= _version_numbers(torch) <= _version_numbers(self.until)
-        )
-
-    def find_differences(self, torch: str) -> Iterator[str]:
-        """Yield a sentence for every difference from the installed torch of version `torch`."""
-        is_due = self.exists_in(torch)
-        taken = inspect.signature(self.owner).parameters if self.arguments else ()
-        known = [(name, hasattr(self.owner, name), "has") for name in self.members]
-        known += [(name, name in taken, "takes") for name in self.arguments]
-        for name, is_there, verb in known:
-            if is_due and not is_there:
-                yield f"{self.name} has no {name} in torch {torch}"
-            if not is_due and is_there:
-                span = f"{self.since} to {self.until}"
-                yield f"{self.name} {verb} {name} in torch {torch} too; expected {span}"
-
-
-def _version_numbers(version: str) -> tuple[int, ...]:
-    """Return major and minor version as numbers."""
-    return tuple(map(int, version.split(".")[:2]))
 
 
 @contextmanager

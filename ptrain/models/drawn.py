@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.internals.initialization import replace_truncated_normal
+from ptrain.internals.modules import replace_truncated_normal
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import (
     Build,

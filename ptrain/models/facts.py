@@ -14,10 +14,11 @@ it runs, as transformers and nn.MultiheadAttention do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from ptrain.models.objective import can_fuse, sample_bytes
 from ptrain.models.pretrained import ignored_fields
 from ptrain.models.roles import module_roles, names_of_experts
 from ptrain.models.transformer import Transformer
-from ptrain.models.units import ROOT, blocks_of, unit_modules
+from ptrain.models.units import ROOT, blocks_of, named_units, unit_modules
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
@@ -519,8 +520,9 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     roles, fusions = module_roles(model, spec)
     experts = expert_layers_of(model, spec)
     apart = experts.modules if experts else expert_modules(spec)
+    units = unit_modules(model, spec.unit, spec.model.blocks, apart)
     return ModelFacts(
-        units=_group_units(model, unit_modules(model, spec.unit, spec.model.blocks, apart)),
+        units=tuple(starmap(_unit_facts, named_units(model, units))),
         buffers=tuple((name, _stored_bytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles,
         fusions=fusions,
@@ -534,24 +536,13 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     )
 
 
-def _group_units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitFacts, ...]:
-    """Return each wrap unit with the parameters that no earlier unit has."""
-    seen: set[int] = set()
-    units = []
-    for modules in groups:
-        fresh = [
-            (f"{name}." * bool(name) + path, parameter)
-            for name in modules
-            for path, parameter in model.get_submodule(name).named_parameters()
-            if id(parameter) not in seen
-        ]
-        seen.update(id(parameter) for _, parameter in fresh)
-        tensors = tuple(
-            TensorFacts(name=n, shape=tuple(p.shape), is_frozen=not p.requires_grad)
-            for n, p in fresh
-        )
-        units.append(UnitFacts(modules=modules, tensors=tensors))
-    return tuple(units)
+def _unit_facts(modules: tuple[str, ...], named: Iterable[tuple[str, nn.Parameter]]) -> UnitFacts:
+    """Return the facts of a unit with these parameters."""
+    tensors = (
+        TensorFacts(name=name, shape=tuple(parameter.shape), is_frozen=not parameter.requires_grad)
+        for name, parameter in named
+    )
+    return UnitFacts(modules=modules, tensors=tuple(tensors))
 
 
 def _stored_bytes(buffer: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import input_error
-from ptrain.internals.scaled_products import scaled_mm
+from ptrain.internals.matrix_products import scaled_mm
 from ptrain.spec.precision import FP8_CAPABILITY, Matmul
 
 _EPS = 1e-12  # torchao's smallest absolute maximum, below which scales do not grow

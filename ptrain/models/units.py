@@ -17,6 +17,7 @@ ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without forward, so their hooks never run
 
 Units = tuple[tuple[str, ...], ...]
+NamedUnit = tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # modules and named parameters
 
 
 def unit_modules(
@@ -58,6 +59,27 @@ def unit_modules(
         units += [*((name,) for name in own), modules]
         left = [name for name in left if name not in own]
     return tuple(units)
+
+
+def named_units(model: nn.Module, units: Units) -> Iterator[NamedUnit]:
+    """Yield each unit with its parameters, except earlier units'.
+
+    Args:
+        model: The model.
+        units: The module names of each unit, as `unit_modules` returns them.
+    """
+    seen: set[int] = set()
+    for modules in units:
+        named = [
+            (f"{name}." * bool(name) + local, parameter)
+            for name in modules
+            for local, parameter in model.get_submodule(name).named_parameters()
+            # A tied parameter is in two units. The first one owns it, so that its gradient is
+            # counted and reduced once.
+            if id(parameter) not in seen
+        ]
+        seen.update(id(parameter) for _, parameter in named)
+        yield modules, named
 
 
 def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:

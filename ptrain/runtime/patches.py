@@ -21,7 +21,7 @@ from ptrain.internals import (
     fakes,
     fsdp2,
     functional_collectives,
-    grouped_products,
+    matrix_products,
     modules,
 )
 from ptrain.internals.compiled import is_compiling, is_tracing
@@ -209,7 +209,7 @@ def _accept_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
         # Scaled products and bf16 are what torch's function supports.
         if others["scale_a"] is not None or first.dtype is torch.bfloat16:
             return original(first, second, **others)
-        return grouped_products.empty_product(first, second, others)
+        return matrix_products.empty_product(first, second, others)
 
     return shapes
 
@@ -246,5 +246,5 @@ PATCHES = (
     _patch_at("copies of fake tensors", fakes.COPIES, _deepcopy_by_clone),
     _patch_at("chunks of FSDP2", fsdp2.CHUNKS, _chunk_lazily),
     _patch_at("modules that are moved to where they are", modules.MOVES, _skip_unchanged_moves),
-    _patch_at("dtypes of grouped products", grouped_products.SHAPES, _accept_any_dtype),
+    _patch_at("dtypes of grouped products", matrix_products.SHAPES, _accept_any_dtype),
 )

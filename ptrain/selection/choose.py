@@ -248,7 +248,8 @@ def _faults(job: SearchedJob, where: Where) -> Iterator[Fault]:
                 tried = Candidate(
                     within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
                 )
-                spec = tried.spec(base)
+                # `job.base` has the programs and fp8 products, which are not scored.
+                spec = tried.spec(job.base)
                 yield from (*check(spec), *find_unsupported(spec))[:1]
 
 
@@ -451,6 +452,8 @@ class Chooser(Deriver):
                 "larger host.",
             )
         if not rows and result.counts.fitting:
+            if not derived and (fault := _common_fault(self.job, self.job.where)):
+                raise input_error(fault.place, f"no candidate runs: {fault.finding}", fault.remedy)
             raise input_error(
                 "--exact",
                 f"{result.counts.fitting} candidates fit by the estimate, but none of the "

@@ -45,6 +45,8 @@ _ALIKE = 0.85  # words this similar (`step`, `steps`) are a typo, even if anothe
 _ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
 
+_SWITCH = "enable"
+
 Show = Callable[[Route, str], str]  # writes a key and its value in the syntax that the user typed
 Places = Mapping[Route, tuple[str, ...]]  # a key's name and aliases
 
@@ -88,12 +90,18 @@ def for_foreign(route: Route, value: object, show: Show) -> str:
 
 
 def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]]:
-    """Yield the keys within another tool's section, with their values."""
+    """Yield the keys within another tool's section, with their values; `enable` comes first.
+
+    torchtitan ignores the other keys of a section with `enable: false`, so only this one is
+    yielded.
+    """
     if not isinstance(value, dict) or not value:
         yield route, value
         return
-    for key, inner in value.items():
+    for key, inner in sorted(value.items(), key=lambda entry: entry[0] != _SWITCH):
         yield from foreign_leaves((*route, key), inner)
+        if key == _SWITCH and inner is False:
+            return
 
 
 def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] | None:
@@ -120,7 +128,8 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     leaves = foreign_leaves((), dict(root))
     answers = (for_foreign(*leaf, lambda key, text: f"{'.'.join(key)}={text}") for leaf in leaves)
     settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
-    keys = " ".join(dict.fromkeys(match[1] for match in settings))
+    # a later key may refine an earlier one: `compile.components` refines `compile.enable`
+    keys = " ".join({match[1].partition("=")[0]: match[1] for match in settings}.values())
     remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
     remedy += f" Corresponding keys: {keys}." if keys else ""
     return finding, f"{remedy} `ptrain help {row.get('topic', 'other-tools')}` lists more."
@@ -294,7 +303,8 @@ class _TreeChecker(Findings):
         try:
             return holds.parse(value)
         except RejectedValue as error:
-            self.add(route, error.finding, error.remedy)
+            if not isinstance(value, dict) or not self._report_unknown_section(route, value):
+                self.add(route, error.finding, error.remedy)
             return MISSING
 
     def _report_no_mapping(self, kind: type, value: object, route: Route) -> None:

@@ -35,10 +35,11 @@ from ptrain.spec.placement import (
     Axis,
     Distribution,
     Factor,
+    R,
     Tier,
 )
 from ptrain.spec.precision import Precision
-from ptrain.units import group_by_key, row_major
+from ptrain.units import group_by_key
 from ptrain.wording import Worded
 
 
@@ -189,6 +190,11 @@ class Spec(Keys, Worded):
         return self.is_cut_over(TOKEN_AXES)
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """True if ranks of tp have different tokens between operators."""
+        return any(f.axis is Axis.TP and f.placement.activations != R for f in self.factors)
+
+    @property
     def own_tokens(self) -> int:
         """The number of tokens of a sample that a rank has throughout the model."""
         return self.batch.sequence // math.prod(self.degree(axis) for axis in TOKEN_AXES)
@@ -316,23 +322,8 @@ def rank_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]
     return tuple(map(tuple, members.values()))
 
 
-def index_in_group(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
-    """Return the index of `rank` in its group over `axes`, which is the index of its shard.
-
-    Args:
-        spec: A resolved spec.
-        rank: Rank in the mesh, from 0.
-        axes: Axes of the group.
-
-    Returns:
-        Index from 0 to `ranks_over(spec, axes) - 1`.
-    """
-    place = coordinates(spec, rank)
-    return row_major((place[f.axis], f.degree) for f in spec.factors if f.axis in axes)
-
-
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
-    """Return the index along each of `axes` of the ranks with this `index_in_group`.
+    """Return the index along each of `axes` of the ranks with this index in their group.
 
     Args:
         spec: A resolved spec.
@@ -350,7 +341,7 @@ def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
 
 
 def indices_in_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """Return the `index_in_group` of every rank, computed in one pass over the ranks.
+    """Return the index of every rank in its group, which is the index of its shard.
 
     Args:
         spec: A resolved spec.

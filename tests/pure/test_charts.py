@@ -94,7 +94,7 @@ def test_the_white_of_the_rows_is_the_simulators_bubble(name):
     for size in [size for other, size in GRID if other is name]:
         made = make_schedule(name, size)
         simulation = simulate(made)
-        filled = sum(box.area for box in boxes_of(made))
+        filled = sum(box.length * (box.bottom - box.top) for box in boxes_of(made))
         white = 1 - filled / (made.ranks * simulation.makespan)
         assert white == pytest.approx(simulation.bubble_fraction, abs=1e-12)
 

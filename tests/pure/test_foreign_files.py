@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -52,6 +53,28 @@ def test_a_file_of_another_tool_is_identified(name, content, kind, remedy, tmp_p
     assert kind in fault.finding and fault.finding.startswith("this is ")
     assert remedy in fault.remedy
     assert fault.source == str(file)
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        ({"enable": True}, "compile=all"),
+        ({"components": ["model", "loss"], "enable": True}, "compile=all"),
+        ({"components": ["model"], "enable": True}, "compile=block"),
+        ({"enable": True, "components": ["loss"]}, "compile=loss"),
+        ({"components": ["model", "loss"], "enable": False}, ""),
+    ],
+)
+def test_the_components_that_torchtitan_compiles_are_those_of_the_answer(
+    section, setting, tmp_path
+):
+    file = tmp_path / "job.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in section.items()]
+    file.write_text("\n".join([TITAN, "[compile]", *lines]))
+    (fault,) = message_for(file).faults
+    assert re.findall(r"compile=\w+", fault.remedy) == ([setting] if setting else [])
+    written = message_for("zero3", f"compile={json.dumps(section)}").faults
+    assert written[-1].remedy.startswith(f"Use `{setting}`." if setting else "Remove it: ")
 
 
 def test_the_command_for_a_config_of_transformers_reads_it(tmp_path):

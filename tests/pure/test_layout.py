@@ -11,12 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import (
     coordinates,
-    index_in_group,
     indices_in_groups,
     place_of,
     rank_groups,
     ranks_over,
 )
+from ptrain.units import row_major
 from tests.pure.build import WHOLE, make_spec
 
 FACTORIZATIONS = [(a, 8 // a) for a in (1, 2, 4, 8)]
@@ -44,7 +44,7 @@ def test_coordinates_and_groups_are_those_of_device_mesh(degrees, rank):
         for axis in DATA_AXES:
             ranks = dist.get_process_group_ranks(mesh.get_group(str(axis)))
             assert list(group_of(spec, rank, (axis,))) == ranks
-            assert index_in_group(spec, rank, (axis,)) == mesh.get_local_rank(str(axis))
+            assert indices_in_groups(spec, (axis,))[rank] == mesh.get_local_rank(str(axis))
     finally:
         dist.destroy_process_group()
 
@@ -55,7 +55,7 @@ def test_a_group_over_all_axes_is_flattened_row_major(degrees):
     flat = torch.arange(8).view(degrees).flatten().tolist()
     for rank in range(8):
         assert list(group_of(spec, rank, DATA_AXES)) == flat
-        assert index_in_group(spec, rank, DATA_AXES) == flat.index(rank)
+        assert indices_in_groups(spec, DATA_AXES)[rank] == flat.index(rank)
 
 
 @pytest.mark.parametrize("degrees", FACTORIZATIONS)
@@ -83,8 +83,9 @@ def test_a_rank_outside_the_world_has_no_coordinates(rank):
 @pytest.mark.parametrize("axes", [(), DATA_AXES[:1], DATA_AXES[1:], DATA_AXES])
 def test_the_positions_of_all_ranks_equal_each_ranks_position(degrees, axes):
     spec = mesh_of(degrees)
+    places = [coordinates(spec, rank) for rank in range(8)]
     assert indices_in_groups(spec, axes) == tuple(
-        index_in_group(spec, rank, axes) for rank in range(8)
+        row_major((place[axis], spec.degree(axis)) for axis in axes) for place in places
     )
 
 
@@ -93,6 +94,6 @@ def test_the_positions_of_all_ranks_equal_each_ranks_position(degrees, axes):
 def test_a_position_is_at_the_coordinates_of_its_ranks(degrees, axes):
     spec = mesh_of(degrees)
     for rank in range(spec.world_size):
-        found = place_of(spec, axes, index_in_group(spec, rank, axes))
+        found = place_of(spec, axes, indices_in_groups(spec, axes)[rank])
         own = coordinates(spec, rank)
         assert found == {axis: own[axis] for axis in own if axis in axes}

@@ -16,7 +16,7 @@ from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, index_in_group
+from ptrain.spec.spec import Spec, indices_in_groups
 from tests.pure.pipeline_specs import FULLY, SHAPE, every_model, legal
 
 MICRO, SEQUENCE, K = 1, 32, 8  # of `pipeline_specs.spec`
@@ -41,7 +41,7 @@ def held_bytes(found: Derivation, state: State, rank: int) -> int:
 def accounts(spec: Spec) -> tuple[tuple[Traffic, ...], ...]:
     """Return the account of the first rank at each pp coordinate."""
     exact, axes = derive(spec).exact, (Axis.PP,)
-    ranks = {index_in_group(spec, rank, axes): rank for rank in reversed(range(spec.world_size))}
+    ranks = {place: rank for rank, place in reversed([*enumerate(indices_in_groups(spec, axes))])}
     return tuple(exact.of_rank(ranks[place]).traffic for place in sorted(ranks))
 
 

@@ -314,3 +314,12 @@ def test_a_price_is_of_devices_and_hours():
     assert row is not None and row.seconds is not None and row.price is not None
     hours = 1e9 / row.spec.batch.tokens * row.seconds / 3600
     assert row.price == pytest.approx(2.0 * 8 * hours)
+
+
+def test_if_no_candidate_can_run_compiled_their_commonest_fault_is_the_answer():
+    search = chooser("compile=block", "unit==sub-block")
+    with pytest.raises(SpecError, match=r"no candidate runs: .* units within a block") as raised:
+        search.choose()
+    (fault,) = raised.value.faults
+    assert fault.place == "unit"
+    assert "`unit=block`" in fault.remedy

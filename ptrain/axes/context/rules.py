@@ -20,7 +20,7 @@ from ptrain.spec.batch import PADDED, ContextAttention, Hybrid, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
+from ptrain.spec.placement import S_STAR, Axis, Distribution, S
 from ptrain.spec.spec import Spec
 from ptrain.units import with_noun
 
@@ -324,10 +324,9 @@ def _own_functions(spec: Spec) -> Iterator[Fault]:
 
 def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     factor, tp, sequence = factor_of(spec), spec.degree(Axis.TP), spec.batch.sequence
-    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
     if (
         factor is None
-        or not cut
+        or not spec.is_sequence_parallel
         or sequence % factor.degree
         or not (sequence // factor.degree) % tp
     ):
@@ -351,8 +350,7 @@ def _position_faults(spec: Spec) -> Iterator[Fault]:
     of a late one. All others have one range.
     """
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
-    is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
-    if factor is None or not is_cut or not isinstance(attention, Hybrid):
+    if factor is None or not spec.is_sequence_parallel or not isinstance(attention, Hybrid):
         return
     is_odd = attention.ulysses > 1 and attention.ulysses % 2 and attention.ring > 1
     if is_odd and isinstance(shape, ModelShape) and shape.positions is Positions.LEARNED:

@@ -145,8 +145,7 @@ def _smaller_shards(spec: Spec) -> Iterator[Fault]:
 
 def _token_faults(spec: Spec) -> Iterator[Fault]:
     degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
-    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
-    if cut and sequence % degree:
+    if spec.is_sequence_parallel and sequence % degree:
         yield Fault(
             place="batch.sequence",
             finding=f"{with_noun(sequence, 'token')} cannot be split into {degree} equal shards",
@@ -209,8 +208,7 @@ def _whole_tokens(spec: Spec) -> Iterator[Fault]:
 
 
 def _naive_slices(spec: Spec) -> Iterator[Fault]:
-    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
-    if cut and spec.tensor.is_naive:
+    if spec.is_sequence_parallel and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
             finding="not supported yet: naive with sequence parallelism",

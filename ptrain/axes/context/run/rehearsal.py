@@ -59,7 +59,7 @@ from ptrain.models.modes import (
     without_dropout,
 )
 from ptrain.spec.misfits import divisors
-from ptrain.spec.placement import Axis, R
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 from ptrain.units import with_noun
@@ -394,8 +394,7 @@ def _require_heads(spec: Spec, attending: AttentionFacts) -> None:
 
 
 def _micro_batch_cut(spec: Spec) -> MicroBatchCut:
-    is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
-    slices = spec.degree(Axis.CP) * (spec.degree(Axis.TP) if is_cut else 1)
+    slices = spec.degree(Axis.CP) * (spec.degree(Axis.TP) if spec.is_sequence_parallel else 1)
     return MicroBatchCut(samples=spec.batch.micro, slices=slices)
 
 

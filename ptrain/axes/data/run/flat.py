@@ -39,10 +39,9 @@ from ptrain.axes.data.units import ModelRuntime, UnitParts, UnitRuntime, UnitUse
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.cost import State
 from ptrain.facts.stages import Units
-from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.ledger import is_recomputing
 from ptrain.models.parting import when_left
-from ptrain.models.units import ROOT
+from ptrain.models.units import ROOT, NamedUnit, named_units
 from ptrain.optimizers.update import Scale
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.interface import OptimizerLeaf
@@ -52,8 +51,6 @@ from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
-
-NamedUnit = tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # modules and named parameters
 
 
 class Hooks:
@@ -361,24 +358,12 @@ def _num_trained(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
     return sum(stored_part(own).numel() for _, own in parameters if own.requires_grad)
 
 
-def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUnit]:
-    """Yield each unit with its parameters, except earlier units'.
+def parameters_by_unit(model: nn.Module, units: Units) -> Iterator[NamedUnit]:
+    """Return each unit with its parameters, except earlier units'.
 
     Units without any are left out.
     """
-    seen: set[int] = set()
-    for modules in units:
-        named = [
-            (f"{name}." * bool(name) + local, parameter)
-            for name in modules
-            for local, parameter in model.get_submodule(name).named_parameters()
-            # A tied parameter is in two units. The first one owns it, so that its gradient is
-            # counted and reduced once.
-            if id(parameter) not in seen
-        ]
-        seen.update(id(parameter) for _, parameter in named)
-        if named:
-            yield modules, named
+    return (unit for unit in named_units(model, units) if unit[1])
 
 
 def _nested_tensors(output: object) -> Iterator[torch.Tensor]:

@@ -1,11 +1,24 @@
-"""The product of scaled fp8 matrices (torch/_meta_registrations.py, meta_scaled_mm)."""
+"""Grouped matrix products and products of scaled fp8 matrices (torch/_meta_registrations.py, which
+has their shapes on fake tensors)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 
 from ptrain.internals.part import PrivatePart
+
+SHAPES = _meta_registrations, "_meta_grouped_mm_common"
+
+
+def empty_product(first: Tensor, second: Tensor, others: dict[str, Any]) -> Tensor:
+    """Return an uninitialized result of a grouped product."""
+    output: Tensor = _meta_registrations._create_grouped_mm_output_tensor(
+        first, second, others["offs"], others["out_dtype"]
+    )
+    return output
 
 
 def scaled_mm(
@@ -37,4 +50,10 @@ def scaled_mm(
     )
 
 
-PARTS = (PrivatePart(owner=torch, members=("_scaled_mm",)),)
+PARTS = (
+    PrivatePart(
+        owner=_meta_registrations,
+        members=("_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"),
+    ),
+    PrivatePart(owner=torch, members=("_scaled_mm",)),
+)
