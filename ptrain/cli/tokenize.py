@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import print_json
-from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
+from ptrain.data.chat_rows import ChatPacking, tokenize_chats
+from ptrain.data.chats import ChatTemplate
 from ptrain.data.tokenized import TokenizingProgress, tokenize
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_path
 from ptrain.errors import input_error
