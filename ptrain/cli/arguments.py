@@ -11,6 +11,7 @@ from typing import NoReturn
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
+from ptrain.report.screen import print_lines
 from ptrain.spec.names import load_names
 
 # Options of launchers and other tools that set the number of ranks.
@@ -154,7 +155,7 @@ def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
 
 def print_json(record: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
     """Print a record, or a list of records if several specs were given."""
-    print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+    print_lines(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def missing_spec(command: str) -> PtrainError:

@@ -24,7 +24,7 @@ from ptrain.report.comparison import (
     parse_limits,
 )
 from ptrain.report.recorded import RecordedTraining, read_trainings
-from ptrain.report.screen import next_line, print_screen
+from ptrain.report.screen import next_line, print_lines, print_screen
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, list_files
 from ptrain.train.folder import RunFolder
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
     else:
         exceeding = ["", *(f"exceeded: {failure}" for failure in failures)] if failures else []
         if args.markdown:
-            print(as_markdown(comparison, shows_all=args.all), *exceeding, sep="\n")
+            print_lines(as_markdown(comparison, shows_all=args.all), *exceeding)
         else:
             command = next_line(shlex.join([*args.typed, "--all"]), "ptrain compare --help")
             print_screen(as_text(comparison, shows_all=args.all), *exceeding, "", command)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
 from ptrain.installed import require_torch
+from ptrain.report.screen import print_lines
 from ptrain.units import format_bytes
 
 
@@ -27,12 +28,12 @@ def run(args: Namespace) -> int:
         print_json(encode(exported))
         return 0
     weights = f"{exported.tensors} tensors, {format_bytes(exported.size)}"
-    print(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")
+    print_lines(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")
     if exported.copied:
-        print(f"with {', '.join(exported.copied)}")
+        print_lines(f"with {', '.join(exported.copied)}")
     if exported.no_tokenizer:
-        print(f"without a tokenizer: {exported.no_tokenizer}")
+        print_lines(f"without a tokenizer: {exported.no_tokenizer}")
     for key in exported.unsaid:
-        print(f"model.{key} is of this training: nothing in {exported.folder} says it")
-    print(f"written: {exported.folder}")
+        print_lines(f"model.{key} is of this training: nothing in {exported.folder} says it")
+    print_lines(f"written: {exported.folder}")
     return 0

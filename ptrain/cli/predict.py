@@ -30,7 +30,7 @@ from ptrain.report.predict import (
     prediction_screen,
     require_cuda,
 )
-from ptrain.report.screen import command_line, next_line, print_screen
+from ptrain.report.screen import command_line, next_line, print_lines, print_screen
 from ptrain.selection.preflight import Variant
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import expand_sweeps, load, split_arguments
@@ -256,7 +256,7 @@ def load_facts(
 
 def print_progress(line: str) -> None:
     """Print a line of progress to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print_lines(line, stream=sys.stderr)
 
 
 def print_nothing(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
 from ptrain.errors import input_error
 from ptrain.installed import require_torch
+from ptrain.report.screen import print_lines
 
 
 def run(args: Namespace) -> int:
@@ -51,5 +53,7 @@ def run(args: Namespace) -> int:
         print_json({"step": writer.step, "prompt": args.prompt, "texts": texts})
     else:
         prefix = "" if args.chat else args.prompt
-        print("\n\n".join(f"{prefix}{text}" for text in texts))
+        # A file gets the text as it was generated.
+        show = print_lines if sys.stdout.isatty() else print
+        show("\n\n".join(f"{prefix}{text}" for text in texts))
     return 0

@@ -22,7 +22,7 @@ from ptrain.errors import PtrainError, input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
 from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
-from ptrain.report.screen import next_line, print_screen
+from ptrain.report.screen import next_line, print_lines, print_screen
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
 from ptrain.selection.algorithm1 import Answer, algorithm1, requirements
 from ptrain.selection.choose import select
@@ -107,7 +107,7 @@ def _trace_facts(spec: Spec, *, allow_import: bool) -> ModelFacts:
 
     The trace is announced on standard error, because it takes seconds.
     """
-    print(f"tracing {spec.name} as in {placement_text(spec)}", file=sys.stderr, flush=True)
+    print_lines(f"tracing {spec.name} as in {placement_text(spec)}", stream=sys.stderr)
     return load_facts(spec, allow_import=allow_import)
 
 

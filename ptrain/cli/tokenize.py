@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import print_json
-from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
+from ptrain.data.chat_rows import ChatPacking, tokenize_chats
+from ptrain.data.chats import ChatTemplate
 from ptrain.data.tokenized import TokenizingProgress, tokenize
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_path
 from ptrain.errors import input_error
+from ptrain.report.screen import print_lines
 from ptrain.spec.resolve_sections import CONFIG
 
 _SECONDS = 5.0  # interval between two lines of progress
@@ -29,7 +31,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(record)
     else:
-        print("\n".join(lines))
+        print_lines(*lines)
     return 0
 
 

@@ -20,6 +20,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, input_error
 from ptrain.installed import require_torch
 from ptrain.report.routing import is_routing_recorded
+from ptrain.report.screen import print_lines
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
@@ -194,6 +195,6 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
         except RankFailed as error:
             if restart > prepared.max_restarts or is_done(spec, claim.folder):
                 raise
-            print(f"{error}\nrestart {restart} of {prepared.max_restarts}", file=sys.stderr)
+            print_lines(f"{error}\nrestart {restart} of {prepared.max_restarts}", stream=sys.stderr)
             prepared = replace(prepared, resume=restart_source(prepared.resume, claim.folder))
     raise AssertionError("the last restart returns or raises")

@@ -19,7 +19,7 @@ from ptrain.errors import VerdictFailed
 from ptrain.files import temporary_folder
 from ptrain.installed import require_torch
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.screen import command_line, next_line, print_screen
+from ptrain.report.screen import command_line, next_line, print_lines, print_screen
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.model import ModelShape
@@ -84,7 +84,7 @@ def _verify_all(jobs: Sequence[TitledSpec], args: Namespace, folder: Path) -> li
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
-            print(*[""] * bool(number), job.title, sep="\n", flush=True)
+            print_lines(*[""] * bool(number), job.title)
         records.append(verify_spec(job.spec, _verify_options(args), folder / str(number)))
     return records
 

@@ -9,14 +9,13 @@ tokenizer, which the ids alone do not show.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -26,16 +25,19 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from ptrain.codec import decode, encode
-from ptrain.data.vocabulary import FILE, Vocabulary
+from ptrain.data.vocabulary import FILE, MOST_TOKENIZER, Vocabulary, vocabulary_digest
 from ptrain.errors import Fault, PtrainError, input_error, library
 from ptrain.models.boundary import convert_exceptions
 from ptrain.spec.leaf import describe
 from ptrain.spec.model import ModelShape, ModelSpec
+from ptrain.spec.text import require_file
 
 _UTF8 = "utf-8-sig"  # skips the byte order mark that some editors write
 _PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
 OF_CHATS = ("messages", "conversations")  # fields with the messages of a chat, as tried in order
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_MOST_TEXT = 2 * 2**30  # bytes of a document, which is held in memory
+_MOST_LINE = 32 * 2**20  # characters of a row
 _OBJECTS = "Use one JSON object per line."
 _OF_A_LIST = f"{_OBJECTS} To convert a list, run `jq -c '.[]'`."
 
@@ -55,6 +57,7 @@ def read_documents(path: Path, field: str) -> Iterator[str]:
 def read_text(path: Path) -> str:
     """Return the content of a UTF-8 text file. Raises SpecError if it cannot be read."""
     try:
+        require_file(path, _MOST_TEXT)
         return path.read_text(encoding=_UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise _read_error(path, error) from error
@@ -108,12 +111,15 @@ def require_encodable(text: str, place: str) -> None:
 def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
     """Yield the place and the row of each line that is not blank."""
     try:
+        require_file(path)
         with path.open(encoding=_UTF8) as lines:
-            yield from (
-                (f"{path}:{number}", _parse_line(line, path, number))
-                for number, line in enumerate(lines, 1)
-                if line.strip()
-            )
+            # Not `for line in lines`, which reads a line of any length.
+            for number, line in enumerate(iter(partial(lines.readline, _MOST_LINE), ""), 1):
+                if len(line) == _MOST_LINE:
+                    finding = f"the line has {_MOST_LINE} characters or more"
+                    raise input_error(f"{path}:{number}", finding, _OBJECTS)
+                if line.strip():
+                    yield f"{path}:{number}", _parse_line(line, path, number)
     except (OSError, UnicodeDecodeError) as error:
         raise _read_error(path, error) from error
 
@@ -150,6 +156,7 @@ def _read_parquet(
     pyarrow = library("pyarrow.parquet", str(path), "reading Parquet needs pyarrow")
     number = 0
     with convert_exceptions(lambda error: _parquet_fault(path, error)):
+        require_file(path)
         file: Any = pyarrow.parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
@@ -231,7 +238,7 @@ def tokenizer_origin(tokenizer: Path | None) -> TokenOrigin | None:
     if tokenizer is None:
         return TokenOrigin(tokenizer=_BYTES, digest=_BYTES)
     try:
-        digest = _vocabulary_digest(tokenizer, tokenizer.stat().st_mtime_ns)
+        digest = vocabulary_digest(tokenizer, tokenizer.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return TokenOrigin(tokenizer=str(tokenizer), digest=digest)
@@ -250,6 +257,7 @@ def write_origin(path: Path, origin: TokenOrigin) -> None:
 def read_origin(path: Path) -> TokenOrigin | None:
     """Return the recorded origin of a token file, None without a readable record."""
     try:
+        require_file(origin_path(path), MOST_TOKENIZER)
         plain = json.loads(origin_path(path).read_text(encoding="utf-8"))
         origin: TokenOrigin = decode(plain, TokenOrigin)
     except (OSError, ValueError):
@@ -291,26 +299,6 @@ def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> 
                 f"{origin.tokenizer}",
                 "Write all files with the same `ptrain tokenize --tokenizer FOLDER`.",
             )
-
-
-@lru_cache(maxsize=4)
-def _vocabulary_digest(tokenizer: Path, changed: int) -> str:
-    """Return a digest of the words and ids of a tokenizer.json.
-
-    It ignores the rules that split texts. `changed` is the modification time of the file, which
-    makes the cache notice changes.
-    """
-    words = sorted(_token_ids(json.loads(tokenizer.read_text(encoding="utf-8"))).items())
-    return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
-
-
-def _token_ids(content: Any) -> dict[str, int]:
-    """Return the id of each word. Unigram models list words in the order of their ids."""
-    vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):
-        vocab = {word: number for number, (word, _) in enumerate(vocab)}
-    added = content.get("added_tokens") or ()
-    return {**vocab, **{token["content"]: token["id"] for token in added}}
 
 
 DOCUMENTS = 1024  # documents per batch

@@ -9,9 +9,11 @@ samples at any position; with two it holds one sample per row.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from ptrain.errors import Fault, input_error, library
 from ptrain.models.boundary import convert_exceptions
+from ptrain.spec.text import require_file
 
 BOS, EOS, PAD = 256, 257, 258  # after the 256 values of a byte
 VOCAB = 259
@@ -96,6 +99,7 @@ def mask_path(path: Path) -> Path:
 def _map_array(path: Path, place: str, remedy: str) -> NDArray[Any]:
     """Map an array into memory. Raises SpecError if the file is not a complete `.npy` array."""
     try:
+        require_file(path)
         values = np.load(path, mmap_mode="r", allow_pickle=False)  # unpickling could run code
     except OSError as error:
         reason = error.strerror or "not a readable file"
@@ -108,6 +112,7 @@ def _map_array(path: Path, place: str, remedy: str) -> NDArray[Any]:
 
 
 FILE, BESIDE = "tokenizer.json", "tokenizer_config.json"
+MOST_TOKENIZER = 128 * 2**20  # bytes; the largest published ones have 35 MB
 _PLACE = "--tokenizer"
 
 
@@ -173,6 +178,7 @@ class FileVocabulary:
         with convert_exceptions(
             lambda error: _tokenizer_fault(path, error)
         ):  # the library raises plain Exceptions
+            require_file(path, MOST_TOKENIZER)
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         # tokenizer.json keeps the truncation and padding that were set when it was saved.
         self._tokenizer.no_truncation()
@@ -217,8 +223,30 @@ def _tokenizer_fault(path: Path, error: BaseException) -> Fault:
 def _configured_end(path: Path) -> str | None:
     """Return `eos_token` of the tokenizer_config.json in the same folder, None without one."""
     config: Any = None
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
+        require_file(path.parent / BESIDE, MOST_TOKENIZER)
         config = json.loads((path.parent / BESIDE).read_text(encoding="utf-8"))
     word = config.get("eos_token") if isinstance(config, dict) else None
     word = word.get("content") if isinstance(word, dict) else word
     return word if isinstance(word, str) else None
+
+
+@lru_cache(maxsize=4)
+def vocabulary_digest(tokenizer: Path, changed: int) -> str:
+    """Return a digest of the words and ids of a tokenizer.json.
+
+    It ignores the rules that split texts. `changed` is the modification time of the file, which
+    makes the cache notice changes.
+    """
+    require_file(tokenizer, MOST_TOKENIZER)
+    words = sorted(_token_ids(json.loads(tokenizer.read_text(encoding="utf-8"))).items())
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
+
+
+def _token_ids(content: Any) -> dict[str, int]:
+    """Return the id of each word. Unigram models list words in the order of their ids."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):
+        vocab = {word: number for number, (word, _) in enumerate(vocab)}
+    added = content.get("added_tokens") or ()
+    return {**vocab, **{token["content"]: token["id"] for token in added}}

@@ -3,9 +3,13 @@ message."""
 
 from __future__ import annotations
 
+import resource
+import signal
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -62,6 +66,47 @@ def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[No
         raise
     except (Exception, SystemExit) as error:  # whatever comes out
         raise UserCodeError(refusal(error)) from error
+
+
+@contextmanager
+def limit_work(seconds: float, size: int) -> Iterator[None]:
+    """Temporarily limit the CPU time and the additional memory of this process.
+
+    The time is limited in the main thread only, where signals are handled, and the memory on Linux.
+
+    Args:
+        seconds: CPU time of all threads.
+        size: Bytes of address space in addition to what is in use.
+
+    Raises:
+        TimeoutError: The time is over.
+        MemoryError: More memory was requested.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _STATM.read_text(encoding="ascii").split()[:1] if _STATM.exists() else []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGVTALRM, partial(_raise_timeout, seconds)) if is_main else None
+    try:
+        for used in pages:
+            most = int(used) * resource.getpagesize() + size
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+        if is_main:
+            # Again and again: Jinja catches all exceptions while it compiles constants.
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.05)
+        yield
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_STATM = Path("/proc/self/statm")  # its first number is the pages of the address space
+
+
+def _raise_timeout(seconds: float, *_: object) -> None:
+    """Raise TimeoutError from a signal handler."""
+    raise TimeoutError(f"it takes more than {seconds:g} s")
 
 
 def report_exceptions(place: str, what: str, remedy: str) -> AbstractContextManager[None]:

@@ -46,6 +46,7 @@ from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.slips import suggest_word
 from ptrain.spec.spec import require_transformers
+from ptrain.spec.text import require_file
 
 # Fields that ptrain sets: no key-value cache. Attention and dtypes come from the spec.
 _FIXED = {"use_cache": False}
@@ -453,8 +454,7 @@ class PretrainedFolder:
         if not path.exists():
             return None
         try:
-            if path.stat().st_size > _MOST_INDEX:
-                raise ValueError("the file is too large for an index")
+            require_file(path, _MOST_INDEX)
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _folder_error(

@@ -17,6 +17,8 @@ from typing import TextIO
 PIPE_WIDTH = 100
 _PART = " · "
 _FIELDS = re.compile(r"(?<=\S)  (?=\S)")  # between figures of a step: `loss 5.61  |g| 4.78`
+# C0 and C1 without tab and line feed, and marks that reverse the direction of writing.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GREEN, _RED, _YELLOW, _RESET = "\x1b[1;32m", "\x1b[1;31m", "\x1b[1;33m", "\x1b[0m"
 _STYLES = (  # of words at the start of a line, and of cells between two blanks
     (_YELLOW, r"^(?:Fits, but tight|Unknown|warning)\b|(?<=  )(?:tight|unknown)(?=  |$)"),
@@ -44,6 +46,20 @@ def screen_width(unknown: int = PIPE_WIDTH) -> int:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (AttributeError, OSError, ValueError):  # a pipe, or a stream of a notebook
         return unknown
+
+
+def escape_controls(text: str) -> str:
+    """Return a text whose control codes are written as their numbers, as in `\\u001b[2J`.
+
+    A terminal executes the codes in a name, a path or a message of user code: it could hide lines
+    or change what an earlier line says. Line breaks and tabs stay. The form is also that of JSON.
+    """
+    return _CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", text)
+
+
+def print_lines(*lines: str, stream: TextIO | None = None) -> None:
+    """Print lines with their control codes escaped, to standard output or `stream`."""
+    print(escape_controls("\n".join(lines)), file=stream, flush=True)
 
 
 def print_screen(*texts: str) -> None:
@@ -82,13 +98,14 @@ def fold_line(line: str, width: int) -> list[str]:
 
 
 def paint(text: str, stream: TextIO | None) -> str:
-    """Return the text with verdicts, answers and errors in colour.
+    """Return the text without control codes, and with verdicts, answers and errors in colour.
 
     Args:
         text: The lines of a screen.
         stream: The stream it will be written to. If it is not a terminal, or NO_COLOR is set, the
-            text is returned unchanged.
+            text has no colour.
     """
+    text = escape_controls(text)
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     for colour, words in () if is_plain or stream is None or not stream.isatty() else _STYLES:
         text = re.sub(f"({words})", rf"{colour}\1{_RESET}", text, flags=re.MULTILINE)

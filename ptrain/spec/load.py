@@ -41,6 +41,7 @@ from ptrain.spec.text import (
     Tree,
     parse_value,
     read,
+    require_file,
     to_flow_yaml,
 )
 from ptrain.units import ceil_div
@@ -446,8 +447,10 @@ def _read_spec(path: Path) -> Tree:
 def _read_toml(path: Path) -> dict[str, object]:
     """Return the values of a TOML file, or {} for other files and unreadable ones."""
     try:
-        is_toml = path.suffix == ".toml" and path.stat().st_size <= MAX_BYTES
-        return parse_toml(path.read_text(encoding="utf-8")) if is_toml else {}
+        if path.suffix != ".toml":
+            return {}
+        require_file(path, MAX_BYTES)
+        return parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -44,7 +44,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom_layout
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import LossSpec
-from ptrain.spec.text import Findings, Tree, read
+from ptrain.spec.text import Findings, Tree, read, require_file
 
 if TYPE_CHECKING:
     from ptrain.spec.published import FieldFault
@@ -318,6 +318,7 @@ def _hugging_face_model(
 def _read_json(path: Path) -> dict[str, object] | str:
     """Return the mapping in a JSON file, or the reason why it cannot be read."""
     try:
+        require_file(path, 4 * 2**20)  # the config of 20,000 named classes has 1 MB
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         return error.strerror or "cannot be read"

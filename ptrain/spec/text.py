@@ -8,9 +8,12 @@ plain tree.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os.path
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -160,10 +163,31 @@ def read_bytes(path: Path, most: int) -> bytes | str:
     The extra byte shows that a file is larger than `most`.
     """
     try:
+        require_file(path)
         with path.open("rb") as file:
             return file.read(most + 1)
     except (OSError, ValueError) as error:
         return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def require_file(path: Path, most: float = math.inf) -> None:
+    """Check that reading a path ends soon: it is no pipe or device, and not too large.
+
+    A pipe of the shell, `<(command)`, and a folder pass.
+
+    Args:
+        path: The file.
+        most: The largest size in bytes.
+
+    Raises:
+        OSError: It is missing, a pipe, a device or a socket, or larger than `most`.
+    """
+    status = path.stat()
+    is_of_shell = stat.S_ISFIFO(status.st_mode) and path.parts[1:2] in (("dev",), ("proc",))
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or is_of_shell):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+    if stat.S_ISREG(status.st_mode) and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes; at most {most:.0f} are read")
 
 
 def _deep_copy(value: object) -> object:

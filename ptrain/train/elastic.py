@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, input_error
+from ptrain.report.screen import print_lines
 from ptrain.runtime.world import listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
@@ -140,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return launch_agent(options.parse_options(argv))
     except PtrainError as error:
-        print(error, file=sys.stderr)
+        print_lines(str(error), stream=sys.stderr)
         return error.exit_code
 
 

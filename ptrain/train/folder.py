@@ -39,6 +39,7 @@ from ptrain.files import remove_unfinished, write_bytes, write_json, write_text
 from ptrain.installed import versions
 from ptrain.processor import cores
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import read_bytes
 from ptrain.train import environment, manifest
 from ptrain.train.manifest import Manifest
 from ptrain.train.options import Options
@@ -117,6 +118,7 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
 
 
 ROOT = Path("runs")
+_MOST_RECORD = 16 * 2**20  # bytes of env.json, which names the checkpoints that existed
 _PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")  # folders of a run folder
 _ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable folder."
 
@@ -325,7 +327,7 @@ def _checkpoints_before(folder: RunFolder) -> object:
 def _read_environment(run: Path) -> dict[str, object]:
     """Return the content of a run's env.json, {} without a readable one."""
     with suppress(OSError, ValueError):
-        content = json.loads((run / "env.json").read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(run / "env.json", _MOST_RECORD))
         return content if isinstance(content, dict) else {}
     return {}
 

@@ -31,7 +31,7 @@ from ptrain.meters.traffic import CollectiveCounter
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
-from ptrain.report.screen import print_screen
+from ptrain.report.screen import escape_controls, print_screen
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import StepFigures
 from ptrain.train.folder import RunFolder
@@ -288,12 +288,19 @@ def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
     LOG.handlers.clear()
     folder.log(rank).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = logging.StreamHandler(LineFile(folder.log(rank), LOG.warning))
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.addHandler(file)
     if speaks:
         console = _Console()
         console.setLevel(logging.INFO)
         LOG.addHandler(console)
+
+
+class _EscapingFormatter(logging.Formatter):
+    """A formatter whose lines cannot control the terminal that shows the log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
 
 
 class _Console(logging.Handler):
@@ -304,6 +311,7 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         if _Console.progress is not None:
+            text = escape_controls(text)
             _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print_screen(text)

@@ -34,6 +34,7 @@ from ptrain.spec.leaf import (
     reject,
 )
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import require_file
 from ptrain.units import leaves
 
 _REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."
@@ -120,6 +121,7 @@ _STEP = re.compile(r"step-(\d{8,})")  # eight digits keep the names sorted; more
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")  # bare names: nothing outside the folder is ever read
 _SEALED = re.compile(rb'(.*),\n "seal": "([0-9a-f]{64})"\n}', re.DOTALL)
 
+_MOST_BYTES = 64 * 2**20  # of a manifest: 0.2 KB per file
 _MOST = 2**63 - 1  # the limit of file sizes and times (ns) in file systems
 
 
@@ -276,6 +278,7 @@ def _read_unsealed(folder: Path) -> tuple[bytes, bool]:
         PtrainError: The file cannot be read, or the seal does not match.
     """
     try:
+        require_file(folder / NAME, _MOST_BYTES)
         text = (folder / NAME).read_bytes()
     except OSError as error:
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error

@@ -32,7 +32,7 @@ from ptrain.files import write_json
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
-from ptrain.report.screen import print_screen
+from ptrain.report.screen import print_lines, print_screen
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
@@ -367,7 +367,7 @@ def _verify_and_report(spec: Spec, world: World, exchange: Exchange, options: Ve
         if options.folder is not None:
             write_json(RunFolder(options.folder).summary, result)
         if options.json and options.folder is None:
-            print(json.dumps(result, indent=2, ensure_ascii=False))
+            print_lines(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
         notes = [note for note in verification.notes if options.verbose or _HINT not in note]
         print_screen(

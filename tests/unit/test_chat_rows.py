@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ptrain.cli.main import main
 from ptrain.data import tokenized
-from ptrain.data.chat_rows import Chat, ChatPacking, ChatTemplate, pack_sizes, tokenize_chats
+from ptrain.data.chat_rows import ChatPacking, pack_sizes, tokenize_chats
+from ptrain.data.chats import Chat, ChatTemplate
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import LocalBatch, read_batch, require_trainable_data
 from ptrain.data.vocabulary import START, TARGET, mask_path
@@ -265,7 +266,7 @@ def test_rows_that_would_be_read_in_another_way_are_rejected(packed_file: Path):
 def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_path: Path):
     """Else it would be two documents."""
     drawn = random_chats(3)
-    drawn.append([{"role": "user", "content": f"a {PAD} b"}, CHAT[2]])
+    drawn.append([CHAT[1], {"role": "assistant", "content": f"a {PAD} b"}])
     file = write_chats(tmp_path / "a.jsonl", drawn)
     packing = ChatPacking(sequence=SEQUENCE, separator=PAD)
     done = tokenize_chats(
