@@ -394,6 +394,7 @@ class TensorFacts(NamedTuple):
         cut_over: The axes that the tensor is sharded over.
         is_copy: True for a stage's copy of a tensor that another stage has, as for tied weights.
         is_frozen: True if it is not trained, so that it has no gradient and no optimizer state.
+        is_quantized: True for the bytes of a quantized weight, uint8 with a row per output.
     """
 
     name: str
@@ -401,6 +402,7 @@ class TensorFacts(NamedTuple):
     cut_over: tuple[Axis, ...] = ()
     is_copy: bool = False
     is_frozen: bool = False
+    is_quantized: bool = False
 
     @property
     def numel(self) -> int:
@@ -421,6 +423,7 @@ class UnitFacts:
         tensors: The tensors in order. Tied tensors appear once, in the root.
         trained: The tensors that are not frozen.
         trained_numel: The elements of tensors that have gradients and optimizer state.
+        quantized_numel: The bytes of quantized weights, which count as elements.
     """
 
     modules: tuple[str, ...]
@@ -431,6 +434,7 @@ class UnitFacts:
     trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
     trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     trained_numel: int = field(init=False, repr=False, compare=False)
+    quantized_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # object.__setattr__, because the dataclass is frozen.
@@ -441,6 +445,8 @@ class UnitFacts:
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
         object.__setattr__(self, "trained_numel", sum(map(math.prod, self.trained_shapes)))
+        quantized = sum([tensor.numel for tensor in self.tensors if tensor.is_quantized])
+        object.__setattr__(self, "quantized_numel", quantized)
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:
@@ -448,6 +454,16 @@ class UnitFacts:
         if len(self.trained) == len(self.tensors):
             return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
+
+    @property
+    def cast_frozen(self) -> tuple[TensorFacts, ...]:
+        """The frozen tensors in the dtype of the parameters."""
+        return tuple([tensor for tensor in self.frozen if not tensor.is_quantized])
+
+    @property
+    def cast_frozen_numel(self) -> int:
+        """The elements of frozen tensors in the dtype of the parameters."""
+        return self.numel - self.trained_numel - self.quantized_numel
 
     @property
     def name(self) -> str:
@@ -566,6 +582,15 @@ class ModelFacts:
     def trained_numel(self) -> int:
         """The elements of all tensors with gradients and optimizer state."""
         return sum(unit.trained_numel for unit in self.units)
+
+    @property
+    def quantized_numel(self) -> int:
+        """The bytes of all quantized weights."""
+        return sum(unit.quantized_numel for unit in self.units)
+
+    def parameter_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all parameters; of those without quantization, `itemsize` each."""
+        return (self.numel - self.quantized_numel) * itemsize + self.quantized_numel
 
     def is_passed_by(self, unit: UnitFacts) -> bool:
         """Return True if no gradient reaches the output of a unit that has nothing to train.

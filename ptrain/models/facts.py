@@ -547,7 +547,12 @@ def _group_units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple
         ]
         seen.update(id(parameter) for _, parameter in fresh)
         tensors = tuple(
-            TensorFacts(name=n, shape=tuple(p.shape), is_frozen=not p.requires_grad)
+            TensorFacts(
+                name=n,
+                shape=tuple(p.shape),
+                is_frozen=not p.requires_grad,
+                is_quantized=p.dtype is torch.uint8,
+            )
             for n, p in fresh
         )
         units.append(UnitFacts(modules=modules, tensors=tensors))
