@@ -69,6 +69,11 @@ def _divisor(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
+def byte_values() -> Tensor:
+    """Return the two NF4 values of each byte, fp32 [256, 2]."""
+    return torch.tensor([*itertools.product(NF4, NF4)])
+
+
 def dequantize_rows(
     stored_NS: Tensor, pairs: Tensor | None, columns: int, dtype: torch.dtype
 ) -> Tensor:
@@ -124,7 +129,7 @@ class QuantizedLinear(nn.Linear):
     def reset_buffers(self) -> None:
         """Fill the table of the two values of each byte."""
         if self.quantization is Quantization.NF4:
-            self.pairs.copy_(torch.tensor([*itertools.product(NF4, NF4)]))
+            self.pairs.copy_(byte_values())
 
 
 @torch.no_grad()
