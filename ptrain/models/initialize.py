@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import SpecError, input_error
-from ptrain.facts.parameters import OF_VOCABULARY
+from ptrain.facts.parameters import OF_VOCABULARY, is_of_adapter
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.external import build_external
@@ -454,7 +454,7 @@ class InitialValues:
         """Fill `part` with this window of a parameter that is not quantized."""
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
-        elif self._is_read:
+        elif self._is_read and not is_of_adapter(name):
             weights_of(self.module.shape).read_window(name, shape, window, part, self.dtype)
         else:
             drawn = initial_parameter(name, shape, self.seed, self.module)
@@ -483,7 +483,7 @@ def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Mod
         # the identity scale
         weight = 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
         return torch.full(shape, weight, device="cpu")
-    if name.endswith("bias"):
+    if name.endswith(("bias", "lora_B.weight")):  # an adapter begins without an effect
         return torch.zeros(*shape, device="cpu")
     drawn = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.models.units import blocks_of
+from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import NF4_BLOCK, Quantization
 from ptrain.spec.spec import Spec
 
@@ -130,6 +131,35 @@ class QuantizedLinear(nn.Linear):
         """Fill the table of the two values of each byte."""
         if self.quantization is Quantization.NF4:
             self.pairs.copy_(byte_values())
+
+
+class LoraLinear(QuantizedLinear):
+    """A frozen linear layer with a LoRA adapter: y = x·Wᵀ + (alpha / rank) (x·Aᵀ)·Bᵀ.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685).
+    """
+
+    factor: float
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.factor
+
+
+def add_adapters(module: nn.Module, shape: ModelShape) -> None:
+    """Freeze a built-in model, and add an adapter to each linear layer of its blocks, in place."""
+    assert shape.lora_rank is not None, "the shape has adapters"
+    module.requires_grad_(False)
+    linears = [child for child in module.modules() if type(child) is nn.Linear]
+    for linear in linears:
+        if linear is module.head:
+            continue
+        # The module stays the same object, and its weight keeps its published name.
+        linear.__class__ = LoraLinear
+        linear.factor = shape.lora_alpha / shape.lora_rank
+        linear.lora_A = nn.Linear(linear.in_features, shape.lora_rank, bias=False)
+        linear.lora_B = nn.Linear(shape.lora_rank, linear.out_features, bias=False)
 
 
 @torch.no_grad()
