@@ -219,7 +219,7 @@ def _local_units(
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
         cut_over = (*tensor.cut_over, axis)
         return TensorFacts(
-            tensor.name, own, cut_over, tensor.is_copy, tensor.is_frozen, tensor.is_quantized
+            tensor.name, own, cut_over, tensor.is_copy, tensor.is_frozen, tensor.num_quantized
         )
 
     return tuple(

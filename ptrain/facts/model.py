@@ -394,7 +394,8 @@ class TensorFacts(NamedTuple):
         cut_over: The axes that the tensor is sharded over.
         is_copy: True for a stage's copy of a tensor that another stage has, as for tied weights.
         is_frozen: True if it is not trained, so that it has no gradient and no optimizer state.
-        is_quantized: True for the bytes of a quantized weight, uint8 with a row per output.
+        num_quantized: The elements of a quantized weight, whose `shape` counts the bytes of a row
+            per output. 0 for other tensors.
     """
 
     name: str
@@ -402,11 +403,21 @@ class TensorFacts(NamedTuple):
     cut_over: tuple[Axis, ...] = ()
     is_copy: bool = False
     is_frozen: bool = False
-    is_quantized: bool = False
+    num_quantized: int = 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def num_weights(self) -> int:
+        """The elements before quantization."""
+        return self.num_quantized or self.numel
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the tensor holds the bytes of a quantized weight."""
+        return self.num_quantized > 0
 
     @property
     def is_cut(self) -> bool:
@@ -607,8 +618,15 @@ class ModelFacts:
 
     @property
     def numel(self) -> int:
-        """The number of parameters, P."""
+        """The number of parameters, P. Bytes of quantized weights count as elements."""
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of parameters before quantization."""
+        if not self.quantized_numel:
+            return self.numel
+        return sum(tensor.num_weights for tensor in self.tensors)
 
 
 def module_prefixes(name: str) -> Iterator[str]:

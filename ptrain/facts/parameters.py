@@ -288,7 +288,8 @@ def quantize_facts(facts: ModelFacts, kind: Quantization) -> ModelFacts:
         if not (is_linear and tensor.is_frozen):
             return tensor
         rows, columns = tensor.shape
-        return tensor._replace(shape=(rows, kind.row_bytes(columns)), is_quantized=True)
+        stored = (rows, kind.row_bytes(columns))
+        return tensor._replace(shape=stored, num_quantized=tensor.numel)
 
     units = [replace(unit, tensors=tuple(map(quantized, unit.tensors))) for unit in facts.units]
     tables = [

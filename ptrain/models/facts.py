@@ -52,6 +52,7 @@ from ptrain.models.modes import (
 from ptrain.models.moe import NUMBER
 from ptrain.models.objective import can_fuse, sample_bytes
 from ptrain.models.pretrained import ignored_fields
+from ptrain.models.quantized import quantized_linear
 from ptrain.models.roles import module_roles, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
@@ -551,12 +552,18 @@ def _group_units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple
                 name=n,
                 shape=tuple(p.shape),
                 is_frozen=not p.requires_grad,
-                is_quantized=p.dtype is torch.uint8,
+                num_quantized=_num_quantized(model, n, p),
             )
             for n, p in fresh
         )
         units.append(UnitFacts(modules=modules, tensors=tensors))
     return tuple(units)
+
+
+def _num_quantized(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
+    """Return the elements of a quantized weight; 0 for another parameter."""
+    linear = None if parameter.is_floating_point() else quantized_linear(model, name)
+    return linear.in_features * linear.out_features if linear else 0
 
 
 def _stored_bytes(buffer: torch.Tensor) -> int:

@@ -170,10 +170,10 @@ def quantize_linear(linear: nn.Linear, kind: Quantization) -> None:
     if not isinstance(linear, QuantizedLinear):
         # The module stays the same object: hooks and names remain.
         linear.__class__ = QuantizedLinear
-    linear.quantization = kind  # type: ignore[assignment]  # mypy sees the class of the argument
+    linear.quantization = kind
     if kind is Quantization.NF4:
         linear.register_buffer("pairs", weight.new_empty(2**8, 2).float(), persistent=False)
-        linear.reset_buffers()  # type: ignore[operator]
+        linear.reset_buffers()
     rows = (len(weight), kind.row_bytes(linear.in_features))
     stored = (
         torch.empty(rows, dtype=torch.uint8, device="meta")

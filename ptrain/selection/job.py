@@ -375,7 +375,9 @@ class SearchedJob:
     def sized(self) -> Spec:
         """The base as estimates see it, with its own shape if the model has one."""
         model = self.base.model
-        return replace(self.scored, model=model) if isinstance(model, ModelShape) else self.scored
+        if not isinstance(model, ModelShape):
+            return self.scored
+        return replace(self.scored, model=model, frozen=self.base.frozen)
 
     @property
     def name(self) -> str:
@@ -438,7 +440,8 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     if is_tabulated(base):
         return None
     plain = without_programs(base)
-    for like in (shape, stand_in(shape)):
+    without = replace(shape, lora_rank=None)  # adapters, which take little
+    for like in (shape, without, stand_in(without)):
         if is_tabulated(replace(plain, model=like)):
             return like
     raise input_error(

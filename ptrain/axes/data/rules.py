@@ -284,9 +284,22 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
             )
 
 
+_NOT_ADAPTED = (Axis.TP, Axis.CP, Axis.EP)
+
+
 def _quantized_elsewhere(spec: Spec) -> Iterator[Fault]:
-    """Reject quantized weights where their bytes are not executed."""
-    if (dtype := spec.frozen.dtype) is None:
+    """Reject adapters of built-in models and quantized weights where they are not executed."""
+    shape, dtype = spec.model, spec.frozen.dtype
+    if isinstance(shape, ModelShape) and shape.lora_rank is not None:
+        there = {axis.value: f"mesh.{axis}=1" for axis in _NOT_ADAPTED if spec.degree(axis) > 1}
+        there |= {"experts": "model.experts=null"} if shape.experts is not None else {}
+        for where, remedy in there.items():
+            yield Fault(
+                place="model.lora_rank",
+                finding=f"not supported yet: adapters of built-in models with {where}",
+                remedy=f"Use `{remedy}`, or remove `model.lora_rank`.",
+            )
+    if dtype is None:
         return
     cases = (
         (spec.degree(Axis.TP) > 1, "sharded operators", "mesh.tp=1"),
