@@ -306,7 +306,6 @@ class BlockOptions(ExpertOptions):
             "frozen. Default: no adapters.",
             1,
             2**14,
-            aka=("lora_r",),
             accepts_null=True,
         ),
     ] = None
