@@ -61,7 +61,8 @@ PLANS = {  # over tp, by model: where its layers are, and their operators
 
 
 def frozen_spec(strategy: str, model: str, *more: str) -> Spec:
-    words = [f"model={{target: tests.models_frozen:{model}}}", BATCH]
+    own = model if model.startswith("{") else f"{{target: tests.models_frozen:{model}}}"
+    words = [f"model={own}", BATCH]
     words += [*([OF_STAGES] if strategy.startswith("pp") else []), *more]
     if strategy.startswith("tp") or "mesh.tp=2" in more:
         layers, roles = PLANS[model]

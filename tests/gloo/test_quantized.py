@@ -32,6 +32,17 @@ PLACED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("zero3", "nf4"), *(pytest.param(s, "nf4", marks=nightly) for s in ("pp-1f1b", "zero1"))],
+)
+def test_adapters_of_a_built_in_model_train_as_on_a_single_device(
+    ranks: Ranks, strategy: str, dtype: str
+) -> None:
+    model = "{preset: llama-tiny, lora_rank: 4, layers: 2}"
+    require_the_same_training(ranks, strategy, model, f"frozen.dtype={dtype}")
+
+
 @pytest.mark.parametrize(("strategy", "dtype"), PLACED)
 def test_quantized_weights_are_stored_and_gathered_as_bytes(
     ranks: Ranks, strategy: str, dtype: str
