@@ -170,7 +170,7 @@ def _simulate_ranks(
     equal_ranks = {rank: ranks for ranks in rank_classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
-        print_screen(heading(spec, facts.numel), *lines)
+        print_screen(heading(spec, facts.num_weights), *lines)
     ranks = choose_ranks(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
         with show_progress(f"simulating rank {rank} of {spec.world_size}") as step:

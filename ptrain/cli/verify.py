@@ -101,7 +101,7 @@ def _load_checked(source: str, overrides: tuple[str, ...], *, allow_import: bool
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):
-        _require_reference_memory(spec, built_in_facts(spec).numel)
+        _require_reference_memory(spec, built_in_facts(spec).num_weights)
     return TitledSpec(title=" ".join([source, *overrides]), spec=spec)
 
 

@@ -79,7 +79,8 @@ def write_adapters(
         SpecError: The model has no adapters, or cannot be built (`SavedModel.build`).
     """
     module, _ = saved.build(allow_import=allow_import)
-    module.load_state_dict(saved.load(saved.parameters), strict=False)
+    values = {name: saved.load_parameter(module, name) for name in saved.parameters}
+    module.load_state_dict(values, strict=False)
     adapted = _find_adapted_module(module)
     write = _write_merged if how is Adapters.MERGED else _write_adapters_only
     tensors = [*write(adapted, to)]
@@ -389,6 +390,10 @@ def export_checkpoint(
     saved = SavedModel(run, step)
     spec = saved.spec
     unsaid: tuple[str, ...] = ()
+    if adapters is None and spec.frozen.dtype is not None:
+        finding = f"not supported yet: exporting a base that is stored in {spec.frozen.dtype}"
+        remedy = "Use `--adapters alone`, or `--adapters merged`."
+        raise input_error("frozen.dtype", finding, remedy)
     if adapters is None:
         form = export_form(saved, allow_import=allow_import)
         unsaid, write = form.unsaid, partial(_write_model, saved, form)

@@ -23,10 +23,12 @@ from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, tokenizer_file
 from ptrain.errors import input_error
 from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
+from ptrain.models.quantized import byte_values, dequantize_rows
 from ptrain.runtime.world import World
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.precision import Quantization
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
@@ -131,6 +133,20 @@ class SavedModel:
             # `dcp.load` fills these tensors in place; it reshards what several ranks have saved.
             dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
         return tensors
+
+    def load_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
+        """Load a parameter in the shape that it has in a module that is not quantized.
+
+        Args:
+            module: The module.
+            name: A key of `parameters`.
+        """
+        tensor = self.load([name])[name]
+        if tensor.dtype is not torch.uint8:
+            return tensor
+        pairs = byte_values() if self.spec.frozen.dtype is Quantization.NF4 else None
+        weight = module.get_parameter(name)
+        return dequantize_rows(tensor, pairs, weight.shape[1], weight.dtype)
 
     def _reader(self) -> IndexReader:
         """Return a reader of the checkpoint's files."""
@@ -312,7 +328,7 @@ def _load_values(module: nn.Module, saved: SavedModel) -> None:
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in saved.parameters:
-                tensor.copy_(saved.load([name])[name])
+                tensor.copy_(saved.load_parameter(module, name))
 
 
 def _draw_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:

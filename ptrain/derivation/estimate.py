@@ -474,6 +474,7 @@ _ALIKE = 0.02  # relative tolerance of device memory: torch's value varies with 
 # Operations of a token (module docstring): a product has 2 per parameter, forward once and backward
 # twice. Scores and values are two products of s·d, hence 2·2·3. A causal mask leaves half of them.
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
+_OF_A_FROZEN = 4  # it has no gradient
 
 
 class Throughput(NamedTuple):
@@ -512,14 +513,13 @@ def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
     """Return the floating-point operations of one token, forward and backward."""
-    elements = sum(
-        elements_met(shape, tensor.name, tensor.numel)
+    of_parameters = sum(
+        (_OF_A_FROZEN if tensor.is_frozen else _OF_A_PARAMETER)
+        * elements_met(shape, tensor.name, tensor.num_weights)
         for tensor in facts.tensors
         if not _is_looked_up(shape, tensor.name)
     )
-    return _OF_A_PARAMETER * elements + (_CAUSAL if is_causal else _FULL) * _score_width(
-        shape, sequence
-    )
+    return of_parameters + (_CAUSAL if is_causal else _FULL) * _score_width(shape, sequence)
 
 
 def _score_width(shape: ModelShape, sequence: int) -> int:

@@ -338,9 +338,9 @@ class Flat(Wrap):
         trained = frozen = None
         if unit.trained:
             trained = UnitState(members, self._cuts_of(unit.trained_numel, step), step, layout)
-        if unit.frozen:
-            kept = GhostMembers(unit.frozen, self.tape)
-            cuts = self._cuts_of(unit.numel - unit.trained_numel, step.of_frozen)
+        if unit.cast_frozen:
+            kept = GhostMembers(unit.cast_frozen, self.tape)
+            cuts = self._cuts_of(unit.cast_frozen_numel, step.of_frozen)
             frozen = Parameters(kept, cuts, step.of_frozen, layout)
         return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
 

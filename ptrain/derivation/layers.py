@@ -38,6 +38,7 @@ from ptrain.facts.model import Passes, UnitFacts, passes_of_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled, UnitKind
+from ptrain.spec.keys import FrozenSpec
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Matmul
@@ -472,9 +473,10 @@ def is_tabulated(spec: Spec) -> bool:
 
 
 def without_programs(spec: Spec) -> Spec:
-    """Return the spec without compiled blocks and fp8 products, which no table covers."""
+    """Return the spec without compiled blocks, fp8 products and frozen parameters, which no table
+    covers."""
     precision = replace(spec.precision, matmul=Matmul.NONE)
-    return replace(spec, compile=Compiled.NONE, precision=precision)
+    return replace(spec, compile=Compiled.NONE, precision=precision, frozen=FrozenSpec())
 
 
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:

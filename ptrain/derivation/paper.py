@@ -110,7 +110,7 @@ def _placed_groups(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
     if not places_frozen(spec):
         yield Placed(spec.factors, sizes, _numel)
         return
-    frozen = _frozen_numel(facts) * itemsizes(spec)[theta]
+    frozen = sizes[theta] - facts.trained_numel * itemsizes(spec)[theta]
     yield Placed(spec.factors, {**sizes, theta: sizes[theta] - frozen}, attrgetter("trained_numel"))
     own = {factor.axis: factor for factor in frozen_factors(spec)}
     yield Placed(tuple(own.get(f.axis, f) for f in spec.factors), {theta: frozen}, _frozen_numel)
@@ -137,10 +137,9 @@ def itemsizes(spec: Spec) -> dict[State, int]:
 
 def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
     """Return |X| in bytes. Ω and G exist only for trained parameters."""
-    numel = {State.PARAMETERS: facts.numel}
-    return {
-        state: size * numel.get(state, facts.trained_numel)
-        for state, size in itemsizes(spec).items()
+    sizes = itemsizes(spec)
+    return {state: size * facts.trained_numel for state, size in sizes.items()} | {
+        State.PARAMETERS: facts.parameter_bytes(sizes[State.PARAMETERS])
     }
 
 

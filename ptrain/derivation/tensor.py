@@ -218,7 +218,9 @@ def _local_units(
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
         cut_over = (*tensor.cut_over, axis)
-        return TensorFacts(tensor.name, own, cut_over, tensor.is_copy, tensor.is_frozen)
+        return TensorFacts(
+            tensor.name, own, cut_over, tensor.is_copy, tensor.is_frozen, tensor.num_quantized
+        )
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))

@@ -394,6 +394,8 @@ class TensorFacts(NamedTuple):
         cut_over: The axes that the tensor is sharded over.
         is_copy: True for a stage's copy of a tensor that another stage has, as for tied weights.
         is_frozen: True if it is not trained, so that it has no gradient and no optimizer state.
+        num_quantized: The elements of a quantized weight, whose `shape` counts the bytes of a row
+            per output. 0 for other tensors.
     """
 
     name: str
@@ -401,10 +403,21 @@ class TensorFacts(NamedTuple):
     cut_over: tuple[Axis, ...] = ()
     is_copy: bool = False
     is_frozen: bool = False
+    num_quantized: int = 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def num_weights(self) -> int:
+        """The elements before quantization."""
+        return self.num_quantized or self.numel
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the tensor holds the bytes of a quantized weight."""
+        return self.num_quantized > 0
 
     @property
     def is_cut(self) -> bool:
@@ -421,6 +434,7 @@ class UnitFacts:
         tensors: The tensors in order. Tied tensors appear once, in the root.
         trained: The tensors that are not frozen.
         trained_numel: The elements of tensors that have gradients and optimizer state.
+        quantized_numel: The bytes of quantized weights, which count as elements.
     """
 
     modules: tuple[str, ...]
@@ -431,6 +445,7 @@ class UnitFacts:
     trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
     trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     trained_numel: int = field(init=False, repr=False, compare=False)
+    quantized_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # object.__setattr__, because the dataclass is frozen.
@@ -441,6 +456,8 @@ class UnitFacts:
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
         object.__setattr__(self, "trained_numel", sum(map(math.prod, self.trained_shapes)))
+        quantized = sum([tensor.numel for tensor in self.tensors if tensor.is_quantized])
+        object.__setattr__(self, "quantized_numel", quantized)
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:
@@ -448,6 +465,16 @@ class UnitFacts:
         if len(self.trained) == len(self.tensors):
             return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
+
+    @property
+    def cast_frozen(self) -> tuple[TensorFacts, ...]:
+        """The frozen tensors in the dtype of the parameters."""
+        return tuple([tensor for tensor in self.frozen if not tensor.is_quantized])
+
+    @property
+    def cast_frozen_numel(self) -> int:
+        """The elements of frozen tensors in the dtype of the parameters."""
+        return self.numel - self.trained_numel - self.quantized_numel
 
     @property
     def name(self) -> str:
@@ -567,6 +594,15 @@ class ModelFacts:
         """The elements of all tensors with gradients and optimizer state."""
         return sum(unit.trained_numel for unit in self.units)
 
+    @property
+    def quantized_numel(self) -> int:
+        """The bytes of all quantized weights."""
+        return sum(unit.quantized_numel for unit in self.units)
+
+    def parameter_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all parameters; of those without quantization, `itemsize` each."""
+        return (self.numel - self.quantized_numel) * itemsize + self.quantized_numel
+
     def is_passed_by(self, unit: UnitFacts) -> bool:
         """Return True if no gradient reaches the output of a unit that has nothing to train.
 
@@ -582,8 +618,15 @@ class ModelFacts:
 
     @property
     def numel(self) -> int:
-        """The number of parameters, P."""
+        """The number of parameters, P. Bytes of quantized weights count as elements."""
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of parameters before quantization."""
+        if not self.quantized_numel:
+            return self.numel
+        return sum(tensor.num_weights for tensor in self.tensors)
 
 
 def module_prefixes(name: str) -> Iterator[str]:

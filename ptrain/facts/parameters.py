@@ -17,10 +17,14 @@ from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import EXPERT_AXES, Role, Roles
+from ptrain.spec.precision import Quantization
 from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of its experts
+ADAPTER = ("lora_A", "lora_B")  # the modules of an adapter, first to last
 LOCAL = "window_"  # prefix of the tables that only layers with a window use
+_MATRIX = 2  # dimensions
+_BYTE_VALUES = 2**8 * 2 * 4  # bytes of the fp32 values of two NF4 codes
 _FP32, _INT64 = 4, 8  # bytes; buffers of reals are fp32 in every layout (fp64 with compute fp64)
 
 Shape = tuple[int, ...]
@@ -43,13 +47,19 @@ def facts(
         apart: Modules that are separate units, such as experts.
     """
     blocks = {f"blocks.{layer}": _block_tensors(shape, layer) for layer in range(shape.layers)}
+    if (rank := shape.lora_rank) is not None:
+        blocks = {name: tuple(_with_adapters(table, rank)) for name, table in blocks.items()}
     units = _make_units(unit or UnitSize(), blocks, _root_tensors(shape, sequence))
+    if rank is not None:
+        units = tuple(replace(own, tensors=_freeze_base(own.tensors)) for own in units)
     return ModelFacts(
         units=tuple(part for unit_facts in units for part in _separate_units(unit_facts, apart))
         if apart
         else units,
         buffers=_buffer_sizes(shape, sequence),
-        gradient_order=_gradient_order(shape, blocks),
+        gradient_order=tuple(
+            name for name in _gradient_order(shape, blocks) if rank is None or is_of_adapter(name)
+        ),
     )
 
 
@@ -137,6 +147,11 @@ def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
 def _tensor_facts(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
     """Return the facts of a table's tensors."""
     return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
+
+
+def _freeze_base(tensors: Iterable[TensorFacts]) -> tuple[TensorFacts, ...]:
+    """Return the tensors of a model with adapters, all others of which are frozen."""
+    return tuple(t if is_of_adapter(t.name) else t._replace(is_frozen=True) for t in tensors)
 
 
 def _block_tensors(shape: ModelShape, layer: int) -> Table:
@@ -241,6 +256,49 @@ def _moe_tensors(shape: ModelShape) -> Table:
 def is_of_experts(name: str) -> bool:
     """Return True if a tensor belongs to experts that a router chooses from."""
     return EXPERTS in name.split(".")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return True if a tensor belongs to a LoRA adapter."""
+    return name.split(".")[-2] in ADAPTER if "." in name else False
+
+
+def _with_adapters(table: Table, rank: int) -> Iterator[tuple[str, Shape]]:
+    """Yield the tensors of a block, each linear module followed by its adapter."""
+    owners = [name.rpartition(".")[0] for name, _ in table]
+    widths: dict[str, Shape] = {}
+    for at, (name, dims) in enumerate(table):
+        yield name, dims
+        owner = owners[at]
+        if name.endswith(".weight") and len(dims) == _MATRIX:
+            widths[owner] = dims
+        if owner in widths and owner not in owners[at + 1 :]:
+            outputs, inputs = widths[owner]
+            yield from (
+                (f"{owner}.lora_A.weight", (rank, inputs)),
+                (f"{owner}.lora_B.weight", (outputs, rank)),
+            )
+
+
+def quantize_facts(facts: ModelFacts, kind: Quantization) -> ModelFacts:
+    """Return the facts of a built-in model whose linear layers have quantized weights."""
+
+    def quantized(tensor: TensorFacts) -> TensorFacts:
+        is_linear = tensor.name.startswith("blocks.") and len(tensor.shape) == _MATRIX
+        if not (is_linear and tensor.is_frozen):
+            return tensor
+        rows, columns = tensor.shape
+        stored = (rows, kind.row_bytes(columns))
+        return tensor._replace(shape=stored, num_quantized=tensor.numel)
+
+    units = [replace(unit, tensors=tuple(map(quantized, unit.tensors))) for unit in facts.units]
+    tables = [
+        (f"{tensor.name.removesuffix('weight')}pairs", _BYTE_VALUES)
+        for unit in units
+        for tensor in unit.tensors
+        if tensor.is_quantized and kind is Quantization.NF4
+    ]
+    return replace(facts, units=tuple(units), buffers=(*facts.buffers, *tables))
 
 
 def elements_met(shape: ModelShape, name: str, numel: int) -> int:

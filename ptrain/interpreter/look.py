@@ -44,6 +44,7 @@ from ptrain.models.ledger import OperatorMode, local_tensor
 from ptrain.models.meta import NeedsValuesError, build_on_meta
 from ptrain.models.moe import weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.quantized import quantize_frozen
 from ptrain.models.units import ROOT
 from ptrain.models.window import Window, has_overlapping_rows, select_rows
 from ptrain.plan.lower import lower
@@ -74,7 +75,9 @@ def build_module(
         module = _build_from_spec(spec, allow_import=allow_import)
     if not isinstance(spec.model, ModelShape):
         read_module_weights(module, spec.model.pretrained)
-    return _cast_and_weigh(module, spec)
+    module = _cast_and_weigh(module, spec)
+    quantize_frozen(module, spec)
+    return module
 
 
 def build_module_on_meta(
@@ -422,6 +425,7 @@ def _inspect_without_values(
             looked = inspect_module(module, spec)
     except PtrainError as error:
         raise _RejectedError(" ".join(_findings_of(error).split())) from error
+    quantize_frozen(module, spec)  # after the inspection, which ran the module with other values
     return replace(looked, weights=weights)
 
 

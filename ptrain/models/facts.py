@@ -53,6 +53,7 @@ from ptrain.models.modes import (
 from ptrain.models.moe import NUMBER
 from ptrain.models.objective import can_fuse, sample_bytes
 from ptrain.models.pretrained import ignored_fields
+from ptrain.models.quantized import quantized_linear
 from ptrain.models.roles import module_roles, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, named_units, unit_modules
@@ -522,7 +523,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     apart = experts.modules if experts else expert_modules(spec)
     units = unit_modules(model, spec.unit, spec.model.blocks, apart)
     return ModelFacts(
-        units=tuple(starmap(_unit_facts, named_units(model, units))),
+        units=tuple(starmap(partial(_unit_facts, model), named_units(model, units))),
         buffers=tuple((name, _stored_bytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles,
         fusions=fusions,
@@ -536,13 +537,26 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     )
 
 
-def _unit_facts(modules: tuple[str, ...], named: Iterable[tuple[str, nn.Parameter]]) -> UnitFacts:
-    """Return the facts of a unit with these parameters."""
+def _unit_facts(
+    model: nn.Module, modules: tuple[str, ...], named: Iterable[tuple[str, nn.Parameter]]
+) -> UnitFacts:
+    """Return the facts of a unit of `model` with these parameters."""
     tensors = (
-        TensorFacts(name=name, shape=tuple(parameter.shape), is_frozen=not parameter.requires_grad)
+        TensorFacts(
+            name=name,
+            shape=tuple(parameter.shape),
+            is_frozen=not parameter.requires_grad,
+            num_quantized=_num_quantized(model, name, parameter),
+        )
         for name, parameter in named
     )
     return UnitFacts(modules=modules, tensors=tuple(tensors))
+
+
+def _num_quantized(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
+    """Return the elements of a quantized weight; 0 for another parameter."""
+    linear = None if parameter.is_floating_point() else quantized_linear(model, name)
+    return linear.in_features * linear.out_features if linear else 0
 
 
 def _stored_bytes(buffer: torch.Tensor) -> int:

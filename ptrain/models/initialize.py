@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import SpecError, input_error
-from ptrain.facts.parameters import OF_VOCABULARY
+from ptrain.facts.parameters import OF_VOCABULARY, is_of_adapter
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.external import build_external
@@ -66,6 +66,7 @@ from ptrain.models.pretrained import (
     weights_of,
 )
 from ptrain.models.published_config import StoredPiece
+from ptrain.models.quantized import quantize_frozen, quantize_rows, quantized_linear
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.block import Norm
@@ -439,9 +440,21 @@ class InitialValues:
             window: Offset and size along each dimension, in elements.
             part: Receives the values, in the window's size.
         """
+        if (linear := quantized_linear(self.module, name)) is not None:
+            # Full rows are read, because scales depend on all elements of a row.
+            (rows, columns), inputs = window, linear.in_features
+            values = torch.empty(rows[1], inputs, dtype=self.dtype, device="cpu")
+            self._write_values(name, (shape[0], inputs), (rows, (0, inputs)), values)
+            assert linear.quantization is not None, "the weight is quantized"
+            part.copy_(quantize_rows(values, linear.quantization).narrow(1, *columns))
+            return
+        self._write_values(name, shape, window, part)
+
+    def _write_values(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
+        """Fill `part` with this window of a parameter that is not quantized."""
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
-        elif self._is_read:
+        elif self._is_read and not is_of_adapter(name):
             weights_of(self.module.shape).read_window(name, shape, window, part, self.dtype)
         else:
             drawn = initial_parameter(name, shape, self.seed, self.module)
@@ -470,7 +483,7 @@ def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Mod
         # the identity scale
         weight = 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
         return torch.full(shape, weight, device="cpu")
-    if name.endswith("bias"):
+    if name.endswith(("bias", "lora_B.weight")):  # an adapter begins without an effect
         return torch.zeros(*shape, device="cpu")
     drawn = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
@@ -509,17 +522,26 @@ def reset_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64."""
+    """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64.
+    Quantized weights stay."""
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in module.parameters():
         # The Parameter object stays, which may have several names.
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(child, name, buffer.to(wide))
     if wide is torch.float64:  # values stored in fp32 lost precision, so tables are recomputed
         reset_buffers(module)
+
+
+def store_module(module: nn.Module, spec: Spec) -> None:
+    """Cast a module to the spec's dtypes, and quantize the frozen weights that `frozen.dtype`
+    names, in place."""
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    quantize_frozen(module, spec)
 
 
 _PLACE = "model"
@@ -538,7 +560,7 @@ def accept_module(module: nn.Module, spec: Spec) -> Spec:
     require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
-    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    store_module(module, spec)
     module.train()
     return with_model(spec, module)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, input_error
-from ptrain.facts.parameters import OF_VOCABULARY
+from ptrain.facts.parameters import OF_VOCABULARY, is_of_adapter
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.internals.part import replace_attributes
 from ptrain.models.boundary import convert_exceptions
@@ -577,7 +577,11 @@ def weights_of(shape: ModelShape) -> PretrainedWeights:
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
     """Raise SpecError unless a shape's folder has exactly the tensors of `module`."""
     weights_of(shape).require_parameters(
-        {name: tuple(p.shape) for name, p in module.named_parameters()}
+        {
+            name: tuple(parameter.shape)
+            for name, parameter in module.named_parameters()
+            if not is_of_adapter(name)
+        }
     )
 
 

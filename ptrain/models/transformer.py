@@ -31,6 +31,7 @@ from ptrain.facts.parameters import LOCAL, tables_of
 from ptrain.models.attention import attention_core, documents_of
 from ptrain.models.moe import FeedForward, MoE
 from ptrain.models.numerics import cap_values, widen
+from ptrain.models.quantized import add_adapters
 from ptrain.spec.block import Bias, Norm, Positions, RopeScaling
 from ptrain.spec.model import ModelShape
 
@@ -429,6 +430,8 @@ class Transformer(nn.Module):
         for name, sizes in tables_of(shape, sequence).items():
             # Not persistent: the tables follow from the shape, and depend on a rank's positions.
             self.register_buffer(name, torch.empty(*sizes, dtype=torch.float32), persistent=False)
+        if shape.lora_rank is not None:
+            add_adapters(self, shape)
         self.reset_buffers()
 
     def new_head(self, **where: Any) -> nn.Linear:

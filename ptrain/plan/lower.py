@@ -31,7 +31,7 @@ from ptrain.cost import State
 from ptrain.errors import SpecError, input_error
 from ptrain.facts.float8 import products_of
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
+from ptrain.facts.parameters import expert_layers, expert_modules, quantize_facts, roles_of
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.model import ModelShape
@@ -76,7 +76,9 @@ def built_in_facts(spec: Spec) -> ModelFacts:
             "Add `--allow-import` (in Python, pass facts to derive: "
             "read_facts(spec, allow_import=True)), or use a built-in model.",
         )
-    return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
+    facts = facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
+    dtype = spec.frozen.dtype
+    return facts if dtype is None else quantize_facts(facts, dtype)
 
 
 def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:

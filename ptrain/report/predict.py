@@ -184,7 +184,7 @@ def prediction_of(
         label=label or spec.name,
         spec=spec,
         derivation=derivation,
-        num_parameters=facts.numel,
+        num_parameters=facts.num_weights,
         advice=find_changes(spec, facts, exact, reload) if misfit else FitAdvice(),
         faster=find_faster(spec, facts, exact, reload) if tries and reload else (),
         **more,

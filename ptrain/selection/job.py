@@ -375,7 +375,9 @@ class SearchedJob:
     def sized(self) -> Spec:
         """The base as estimates see it, with its own shape if the model has one."""
         model = self.base.model
-        return replace(self.scored, model=model) if isinstance(model, ModelShape) else self.scored
+        if not isinstance(model, ModelShape):
+            return self.scored
+        return replace(self.scored, model=model, frozen=self.base.frozen)
 
     @property
     def name(self) -> str:
@@ -437,8 +439,9 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     if is_tabulated(base):
         return None
     plain = without_programs(base)
-    copied = replace(shape, attention=shape.attention_by(None)) if shape.is_grouped else shape
-    for like in (copied, stand_in(copied)):
+    attention = shape.attention_by(None) if shape.is_grouped else shape.attention
+    without = replace(shape, lora_rank=None, attention=attention)  # adapters take little
+    for like in (shape, without, stand_in(without)):
         if is_tabulated(replace(plain, model=like)):
             return like
     raise input_error(

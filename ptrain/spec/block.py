@@ -299,6 +299,26 @@ class BlockOptions(ExpertOptions):
             aka=("pad_to_multiple_of", "make_vocab_size_divisible_by"),
         ),
     ] = 1
+    lora_rank: Annotated[
+        int | None,
+        Integer(
+            "Rank of LoRA adapters on all linear layers within blocks. All other parameters are "
+            "frozen. Default: no adapters.",
+            1,
+            2**14,
+            accepts_null=True,
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float,
+        Real(
+            "Scale of LoRA adapters: their output is multiplied by `lora_alpha` / `lora_rank`. "
+            "Default: 16.",
+            0.0,
+            1e6,
+            excludes_low=True,
+        ),
+    ] = 16.0
     norm: Annotated[
         Norm,
         Choice(

@@ -50,6 +50,7 @@ from ptrain.spec.leaf import (
 )
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import DATA_AXES, GIVEN, Axis, Mode, Role, Roles, Tier
+from ptrain.spec.precision import Quantization
 from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import to_flow_yaml
@@ -201,8 +202,21 @@ class FrozenMode(ModeText):
 
 @section_dataclass
 class FrozenSpec:
-    """The modes of frozen parameters by axis. Axes without a mode place them like trained
-    parameters."""
+    """The storage of frozen weights, and the modes of frozen parameters by axis. Axes without a
+    mode place them like trained parameters."""
+
+    dtype: Annotated[
+        Quantization | None,
+        Choice(
+            "Storage of the frozen weights of linear layers within blocks, which are dequantized "
+            "for use (QLoRA). Default: the dtype of the parameters.",
+            words_of(Quantization),
+            slips={"int4": "nf4", "fp4": "nf4", "4bit": "nf4", "8bit": "int8"},
+            accepts_null=True,
+            read=Quantization,
+            allows_auto_micro=False,
+        ),
+    ] = None
 
     dp_replicate: Annotated[
         Mode | None,
@@ -217,8 +231,8 @@ class FrozenSpec:
 
     @property
     def is_written(self) -> bool:
-        """Return True if the spec sets a mode."""
-        return self.dp_replicate is not None or self.dp_shard is not None
+        """Return True if the spec sets the storage or a mode."""
+        return self.dtype is not None or self.dp_replicate is not None or self.dp_shard is not None
 
     def mode_on(self, axis: Axis) -> Mode | None:
         """Return the mode that the spec sets for an axis, or None."""
@@ -227,7 +241,7 @@ class FrozenSpec:
 
     def modes_by_axis(self) -> dict[Axis, Mode]:
         """Return the modes that the spec sets, by axis."""
-        modes = {Axis(spot.name): getattr(self, spot.name) for spot in fields(self)}
+        modes = {Axis(spot.name): getattr(self, spot.name) for spot in fields(self)[1:]}
         return {axis: mode for axis, mode in modes.items() if mode is not None}
 
 

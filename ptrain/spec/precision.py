@@ -55,6 +55,32 @@ class Matmul(MeantWord):
     )
 
 
+NF4_BLOCK = 64  # elements of a row with one scale, as in bitsandbytes and torchao
+_SCALE_BYTES = 4  # fp32
+
+
+class Quantization(MeantWord):
+    """The storage of frozen weights of linear layers: one row of bytes per output, with the scales
+    of the row before its codes."""
+
+    NF4 = (
+        "nf4",
+        "4 bits per element (NormalFloat, QLoRA), with an fp32 scale for 64 elements of a row",
+    )
+    INT8 = "int8", "8 bits per element, with an fp32 scale per row"
+
+    def scale_bytes(self, columns: int) -> int:
+        """Return the bytes of the scales of a row with this number of elements."""
+        return _SCALE_BYTES * (-(-columns // NF4_BLOCK) if self is Quantization.NF4 else 1)
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row, whose NF4 codes are padded to full blocks."""
+        scales = self.scale_bytes(columns)
+        if self is Quantization.INT8:
+            return scales + columns
+        return scales + scales // _SCALE_BYTES * NF4_BLOCK // 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The dtypes of one training step.

@@ -291,7 +291,7 @@ def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
 
 def _resolve_frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
     """Return the frozen section, with each mode O on the tier that `offload.tier` selects."""
-    modes = {
+    modes: dict[str, Any] = {
         axis.value: on_tier(mode, tree.value_at(("frozen", axis.value)), raw)
         for axis, mode in raw.frozen.modes_by_axis().items()
     }

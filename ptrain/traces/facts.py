@@ -48,15 +48,14 @@ from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import (
     accept_module,
     build_model,
-    cast_module,
     keeps_its_weights,
     require_fresh,
+    store_module,
     with_model,
 )
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.ledger import watch_modules
 from ptrain.models.moe import route_rows
-from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.plan.lower import built_in_facts, lower
@@ -496,7 +495,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     shards or splits it, its blocks get the plan's activation modes. The state of the random
     generator is restored. A model that cannot run backward on a CPU is not traced.
     """
-    cast_module(model, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    store_module(model, spec)
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known

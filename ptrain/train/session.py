@@ -305,7 +305,9 @@ def _run_training(
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
-    heading = job_line(spec, numel=facts.numel, backend=world.backend, device=world.device.type)
+    heading = job_line(
+        spec, numel=facts.num_weights, backend=world.backend, device=world.device.type
+    )
     session = replace(session, heading=heading)
     _announce(session, derivation.exact, program.whole_because)
     folder, exchange = session.folder, session.exchange

@@ -240,7 +240,8 @@ def load_program_state(device: ReferenceTraining, states: States) -> None:
     updater, optimizer = device.updater, states["optimizer"]
     for name, parameter in updater.parameters.items():
         parameter.copy_(states["model"][name])
-        updated = updater.updated[name]
+        if (updated := updater.updated.get(name)) is None:
+            continue  # frozen
         if updated is not parameter:
             updated.copy_(optimizer[f"{name}.master"])
         owner = updater.optimizer_of(name)

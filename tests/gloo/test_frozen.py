@@ -61,7 +61,8 @@ PLANS = {  # over tp, by model: where its layers are, and their operators
 
 
 def frozen_spec(strategy: str, model: str, *more: str) -> Spec:
-    words = [f"model={{target: tests.models_frozen:{model}}}", BATCH]
+    own = model if model.startswith("{") else f"{{target: tests.models_frozen:{model}}}"
+    words = [f"model={own}", BATCH]
     words += [*([OF_STAGES] if strategy.startswith("pp") else []), *more]
     if strategy.startswith("tp") or "mesh.tp=2" in more:
         layers, roles = PLANS[model]
@@ -103,10 +104,10 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def test_frozen_parameters_cost_only_their_storage(ranks: Ranks, strategy: str, model: str) -> None:
     if model == "lora":
         pytest.importorskip("peft")
-    _require_the_same_training(ranks, strategy, model)
+    require_the_same_training(ranks, strategy, model)
 
 
-def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: str) -> None:
+def require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: str) -> None:
     """Require exact bytes on all ranks and the training of one device."""
     spec = frozen_spec(strategy, model, *more)
     facts = ptrain.read_facts(spec, allow_import=True)
@@ -151,7 +152,7 @@ DAILY = ["ahead", "in front"]
 )
 def test_frozen_parameters_of_a_flat_unit_have_a_separate_buffer(ranks: Ranks, how: str) -> None:
     strategy, *words = FLAT[how]
-    _require_the_same_training(ranks, strategy, "adapted", *words)
+    require_the_same_training(ranks, strategy, "adapted", *words)
 
 
 PLACED = {  # frozen parameters in a place of their own
@@ -188,7 +189,7 @@ PLACED_DAILY = ["whole", "gathered ahead", "in slices on the host"]
 )
 def test_frozen_parameters_have_a_separate_placement(ranks: Ranks, how: str) -> None:
     strategy, *words = PLACED[how]
-    _require_the_same_training(ranks, strategy, "adapted", *words)
+    require_the_same_training(ranks, strategy, "adapted", *words)
 
 
 @pytest.mark.parametrize(
@@ -204,23 +205,23 @@ def test_frozen_parameters_have_a_separate_placement(ranks: Ranks, how: str) -> 
 def test_fully_shard_may_gather_units_that_backward_does_not_use(
     ranks: Ranks, more: tuple[str, ...]
 ) -> None:
-    _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
+    require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
 
 
 @pytest.mark.parametrize("strategy", ["pp-dp", pytest.param("pp-zero2", marks=nightly)])
 def test_a_head_tied_to_a_frozen_embedding_is_not_reduced(ranks: Ranks, strategy: str) -> None:
-    _require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
+    require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
 
 
 def test_a_fully_frozen_stage_takes_part_in_the_norm(ranks: Ranks) -> None:
     words = ["optimizer.clip=0.1", "model.arguments.without=2"]
-    _require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
+    require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
 
 
 @pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
 def test_token_slices_with_frozen_parameters_equal_one_device(ranks: Ranks, without: int) -> None:
     in_front = f"model.arguments.without={without}"
-    _require_the_same_training(ranks, "tp-sp", "adapted", in_front)
+    require_the_same_training(ranks, "tp-sp", "adapted", in_front)
 
 
 @pytest.mark.nightly
@@ -230,7 +231,7 @@ def test_sharded_operators_of_stages_with_frozen_parameters_equal_one_device(
 ) -> None:
     if model == "lora":
         pytest.importorskip("peft")
-    _require_the_same_training(ranks, "pp-1f1b", model, *OVER_TP)
+    require_the_same_training(ranks, "pp-1f1b", model, *OVER_TP)
 
 
 REFUSED = {

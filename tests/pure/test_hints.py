@@ -129,9 +129,9 @@ model.flavor=8B -> model.preset=NAME
 base_model=meta-llama/Llama-3.1-8B -> model.pretrained=FOLDER
 micro_batch_size=2 -> batch.micro=2
 sequence_len=4096 -> batch.sequence=4096
-lora_r=16 -> model.arguments.rank=16
-model.lora_r=16 -> model.arguments.rank=16
-lora_alpha=32 -> model.arguments.alpha=32
+lora_r=16 -> model.lora_rank=16
+model.lora_r=16 -> model.lora_rank=16
+lora_alpha=32 -> model.lora_alpha=32
 lora_dropout=0.05 -> model.arguments.dropout=0.05
 adapter=lora -> model.target=MODULE:FUNCTION
 flash_attention=true -> attention=sdpa
@@ -221,7 +221,7 @@ def test_the_answer_has_the_syntax_of_the_place_it_was_written_in(tmp_path):
     assert [(fault.place, fault.line, fault.remedy[:42]) for fault in caught.value.faults] == [
         ("training.seq_len", 4, "Use `batch: {sequence: 256}`."),
         ("training.novel", 4, "Remove it: no key stands for it."),
-        ("lora_r", 5, "Use `model: {arguments: {rank: 4}}`. It is"),
+        ("lora_r", 5, "Use `model: {lora_rank: 4}`. For a built-i"),
         ("save_steps", 0, "Use `checkpoint.every=5`."),
     ]
 

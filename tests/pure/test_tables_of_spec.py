@@ -189,7 +189,7 @@ SECTIONS = {
     job.CheckpointSpec: {"at_end": False, "every": 0},
     job.Timeout: {"init": 300.0, "step": 120.0},
     job.LogSpec: {"every": 10, "trackers": ()},
-    keys.FrozenSpec: {"dp_replicate": None, "dp_shard": None},
+    keys.FrozenSpec: {"dtype": None, "dp_replicate": None, "dp_shard": None},
     keys.Offload: {"tier": None, "path": None, "update": "host"},
     keys.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
                         "asynchronous": False},

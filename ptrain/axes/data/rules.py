@@ -17,13 +17,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import data_factors, has_distribution
+from ptrain.axes.data.form import data_factors, form_of, frozen_factors, has_distribution
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.cost import State
 from ptrain.errors import Fault
 from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.dials import GradientSync, UnitKind
+from ptrain.spec.dials import Compiled, GradientSync, UnitKind
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import (
@@ -31,6 +31,7 @@ from ptrain.spec.placement import (
     DATA_AXES,
     REDUCED_AXES,
     S_STAR,
+    Axis,
     Distribution,
     Factor,
     M,
@@ -38,7 +39,9 @@ from ptrain.spec.placement import (
     R,
     S,
 )
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import Form
 
 GRADIENT_INTEGRITY = "Theorem 3, gradient integrity"
 STATE_CONSISTENCY = "Theorem 4, state consistency"
@@ -281,6 +284,43 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
             )
 
 
+_NOT_ADAPTED = (Axis.TP, Axis.CP, Axis.EP)
+
+
+def _quantized_elsewhere(spec: Spec) -> Iterator[Fault]:
+    """Reject adapters of built-in models and quantized weights where they are not executed."""
+    shape, dtype = spec.model, spec.frozen.dtype
+    if isinstance(shape, ModelShape) and shape.lora_rank is not None:
+        there = {axis.value: f"mesh.{axis}=1" for axis in _NOT_ADAPTED if spec.degree(axis) > 1}
+        there |= {"experts": "model.experts=null"} if shape.experts is not None else {}
+        for where, remedy in there.items():
+            yield Fault(
+                place="model.lora_rank",
+                finding=f"not supported yet: adapters of built-in models with {where}",
+                remedy=f"Use `{remedy}`, or remove `model.lora_rank`.",
+            )
+    if dtype is None:
+        return
+    cases = (
+        (spec.degree(Axis.TP) > 1, "sharded operators", "mesh.tp=1"),
+        (spec.compile is not Compiled.NONE, "compiled programs", "compile=none"),
+        (spec.precision.matmul is not Matmul.NONE, "fp8 products", "precision.matmul=none"),
+        (
+            form_of(spec) is Form.FLAT
+            and any(f.placement.parameters != R for f in frozen_factors(spec)),
+            "flat units that shard or offload frozen parameters",
+            "frozen=R` or, for FSDP2, `placement=zero3 precision.layout=bf16",
+        ),
+    )
+    for is_there, where, remedy in cases:
+        if is_there:
+            yield Fault(
+                place="frozen.dtype",
+                finding=f"not supported yet: {dtype} in {where}",
+                remedy=f"Use `{remedy}`.",
+            )
+
+
 def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
     """Reject different modes of activations on several axes."""
     own = {
@@ -357,6 +397,7 @@ DATA = AxisRules(
     ),
     unsupported=(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
+        SpecRule(name="quantized weights are executed", theorem="", faults=_quantized_elsewhere),
         SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
     ),
 )

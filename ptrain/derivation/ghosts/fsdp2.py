@@ -117,6 +117,7 @@ class Gathers:
         shards: Sequence[UnitShards],
         padded: Sequence[Sequence[int]],
         moved: Sequence[Sequence[bool]],
+        quantized: Sequence[Sequence[bool]],
     ) -> None:
         """Prepare the units.
 
@@ -126,6 +127,7 @@ class Gathers:
             shards: How each unit is sharded.
             padded: By unit, the padded elements of one rank's part of each tensor.
             moved: By unit, True for each tensor that is not sharded by rows.
+            quantized: By unit, True for each quantized weight, whose elements are bytes.
         """
         self.tape, self.step, self.times = scene.tape, step, scene.times
         self.holds_buffer = fsdp2_behavior().holds_buffer
@@ -137,10 +139,14 @@ class Gathers:
         ]
         itemsize = layout.parameters.itemsize
         self.tensors = [
-            [size * own.ranks * itemsize for size in sizes]
-            for own, sizes in zip(shards, padded, strict=True)
+            [
+                size * own.ranks * (1 if is_quantized else itemsize)
+                for size, is_quantized in zip(sizes, of_bytes, strict=True)
+            ]
+            for own, sizes, of_bytes in zip(shards, padded, quantized, strict=True)
         ]
         self.whole = [sum(sizes) for sizes in self.tensors]
+        self.uncast = [sum(compress(*pair)) for pair in zip(self.tensors, quantized, strict=True)]
         self.moved = [sum(compress(*pair)) for pair in zip(self.tensors, moved, strict=True)]
         # a cast shard is copied into the gather's buffer once it is complete
         self.casts = step.materialized and layout.parameters is not layout.master
@@ -249,8 +255,9 @@ class Gathers:
         between, whole = self.between[unit], self.whole[unit]
         # `_get_param_all_gather_inputs` casts all shards into one tensor, which lives until they
         # are copied into the buffer. Shards without a cast are copied directly.
-        copied = (between or self.shard[unit]) if self.casts else 0
         shards = self.shards[unit]
+        ranks = self.kept_ranks[unit] if between else shards.ranks
+        copied = (whole - self.uncast[unit]) // ranks if self.casts else 0
         self.tape.add(copied + whole)
         self.tape.hook(Hook.FSDP2_GATHER)
         self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
@@ -260,7 +267,7 @@ class Gathers:
             State.PARAMETERS,
             whole,
             "",
-            ranks=self.kept_ranks[unit] if between else shards.ranks,
+            ranks=ranks,
             is_awaited=False,
             since=self.since if self.step.overlaps else None,
         )
@@ -312,7 +319,11 @@ class FullySharded(InPlaceUpdate):
             [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
             for tensors, own in zip(self.listed, self.shards, strict=True)
         ]
-        self.gathers = Gathers(scene, step, self.shards, padded, moved)
+        quantized = [
+            [tensor.is_quantized for tensor in tensors if own.is_wrapped]
+            for tensors, own in zip(self.listed, self.shards, strict=True)
+        ]
+        self.gathers = Gathers(scene, step, self.shards, padded, moved, quantized)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
             for pair in zip(self.listed, moved, strict=True)

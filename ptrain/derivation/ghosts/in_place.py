@@ -87,8 +87,14 @@ class InPlace(Wrapping):
 
     @cached_property
     def stored_elements(self) -> int:
-        """The elements of parameters on every rank, including padding."""
-        return self.wrapped.facts.numel
+        """The elements of parameters on every rank, including padding and without quantized
+        weights."""
+        return self.wrapped.facts.numel - self.quantized_bytes
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """The bytes of quantized weights on every rank, including padding."""
+        return self.wrapped.facts.quantized_numel
 
     @cached_property
     def stored_gradients(self) -> int:
@@ -106,7 +112,7 @@ class InPlace(Wrapping):
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
-        parameters = self.stored_elements * layout.parameters.itemsize
+        parameters = self.stored_elements * layout.parameters.itemsize + self.quantized_bytes
         gradients = self.stored_gradients * layout.gradients.itemsize
         return state_rows(parameters, self.optimizer_bytes(shard), gradients)
 
@@ -492,6 +498,7 @@ class SpreadUpdate(Replicas):
         )
         gradients = self.stored_gradients * layout.gradients.itemsize
         frozen = (self.stored_elements - self.stored_gradients) * layout.parameters.itemsize
+        frozen += self.quantized_bytes
         return state_rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
 
     def notes(self) -> Iterator[str]:

@@ -80,8 +80,8 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
 
 def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if spec.optimizer.properties.is_elementwise:
-        return (unit.is_root, unit.numel, unit.trained_numel)
-    return (unit.is_root, unit.trained_shapes, unit.numel)
+        return (unit.is_root, unit.numel, unit.trained_numel, unit.quantized_numel)
+    return (unit.is_root, unit.trained_shapes, unit.numel, unit.quantized_numel)
 
 
 def _play_unit(
@@ -144,7 +144,7 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     buffers = Counter[int]()
     for unit in joined_units(plan, facts.units):
         step = flat_step_of(plan, unit)
-        trained, frozen = unit.trained_numel, unit.numel - unit.trained_numel
+        trained, frozen = unit.trained_numel, unit.cast_frozen_numel
         for numel, own in ((trained, step), (frozen, step.of_frozen)):
             buffers[padded_flat(numel, ranks_over(spec, cut_axes(own)))] += bool(numel)
     return +buffers
@@ -176,6 +176,7 @@ class Units(Wrapping):
             for key, size in _play_unit(spec, plan, self.step, facts, unit, account).items():
                 sizes[key] += times * size
             sent += account.rows
+        sizes[State.PARAMETERS, Tier.DEVICE] += facts.quantized_numel
         return tuple(_footprints(sizes)), tuple(sent)
 
     def make_wrap(self, scene: Scene) -> Flat:
@@ -226,7 +227,8 @@ class Units(Wrapping):
         yield from self._update_notes()
         facts = self.wrapped.facts
         buffers = flat_buffers(self.wrapped.spec, self.wrapped.plan, facts)
-        if more := sum(size * times for size, times in buffers.items()) - facts.numel:
+        held = facts.numel - facts.quantized_numel  # quantized weights are in no buffer
+        if more := sum(size * times for size, times in buffers.items()) - held:
             elements_more = f"{more} element{'' if more == 1 else 's'} more"
             yield f"flat units are padded: {elements_more} than in the model"
 
@@ -366,8 +368,20 @@ class Sharded(InPlace):
 
     @cached_property
     def stored_elements(self) -> int:
-        """The elements of one rank's part of all tensors, including padding."""
-        return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
+        """The elements of one rank's part of all tensors, including padding and without quantized
+        weights."""
+        padded = sum(times * self._padded_elements(unit) for unit, times in self.kinds)
+        return padded - self.quantized_bytes
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """The bytes of one rank's part of all quantized weights, including padding."""
+        return sum(
+            times * self._shards(unit).padded_elements(tensor.shape)
+            for unit, times in self.kinds
+            for tensor in unit.frozen
+            if tensor.is_quantized
+        )
 
     def _padded_elements(self, unit: UnitFacts) -> int:
         """Return the elements of one rank's part of a unit, including padding."""
@@ -395,6 +409,7 @@ class Sharded(InPlace):
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
             parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
+        parameters += self.quantized_bytes
         return state_rows(parameters, optimizer, self.stored_gradients * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:

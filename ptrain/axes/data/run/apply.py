@@ -375,11 +375,13 @@ class FullyShardedWrap(ParameterWrap):
         larger shards between passes. Gradients include the shards' (reduced), the unsharded
         parameters' (not reduced), and gradients accumulated in another dtype.
         """
-        # With Θ = M, the shards are the master copies, which the optimizer owns.
-        stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
+        # With Θ = M, the shards are the master copies, which the optimizer owns. Quantized weights
+        # have none.
         for module in self.sharded:
             for part in fsdp2.parameters(module):
-                yield stored, local_tensor(part.sharded_param.detach())
+                shard = local_tensor(part.sharded_param.detach())
+                is_master = self.step.materialized and shard.is_floating_point()
+                yield State.OPTIMIZER if is_master else State.PARAMETERS, shard
                 if (between := fsdp2.post_forward_shard(part)) is not None:
                     yield State.TRANSIENT, between
                 for gradient in fsdp2.gradients(part):

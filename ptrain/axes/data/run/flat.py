@@ -223,6 +223,7 @@ class FlatWrap(WrappedModel):
         # A rule that is not elementwise, such as Muon, needs each tensor in full.
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
+        self._quantized: list[torch.Tensor] = []  # full on every rank, in no buffer
         wrapped = list(parameters_by_unit(model, plan.units))
         buckets = buckets_of(plan, [(modules, _num_trained(named)) for modules, named in wrapped])
         parts = [
@@ -252,7 +253,9 @@ class FlatWrap(WrappedModel):
         own, layout = plan.wrap_of(modules), plan.update.layout
         assert isinstance(own, FlatUnits)
         trained = [(name, stored_part(p)) for name, p in parameters if p.requires_grad]
-        frozen = [(name, stored_part(p)) for name, p in parameters if not p.requires_grad]
+        others = [(name, p) for name, p in parameters if not p.requires_grad]
+        frozen = [(name, stored_part(p)) for name, p in others if p.is_floating_point()]
+        quantized = [(name, p) for name, p in others if not p.is_floating_point()]
         state = FlatState(*_buffer_of(trained, own, room, write), layout, room) if trained else None
         step = own.of_frozen
         kept = FlatFrozen(*_buffer_of(frozen, step, room, write), layout, room) if frozen else None
@@ -261,6 +264,8 @@ class FlatWrap(WrappedModel):
             targets += _targets(state, whole_tensors=self._by_tensor)
         if kept is not None:
             targets.append(FrozenTarget(kept))
+        targets += [ParameterTarget(*pair) for pair in quantized]
+        self._quantized += [_filled(*pair, write) for pair in quantized]
         self._targets.append(targets)
         return UnitParts(
             trained=state,
@@ -323,7 +328,8 @@ class FlatWrap(WrappedModel):
         return self._targets
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        return self.units.storages()
+        yield from self.units.storages()
+        yield from ((State.PARAMETERS, tensor) for tensor in self._quantized)
 
 
 def _buffer_of(
@@ -342,6 +348,15 @@ def _buffer_of(
         # A rank then fills only the rows that it stores.
         members.values = LocalRowWriter(write, tuple(cuts.shard_ranges(step.parameters)))
     return members, cuts, step
+
+
+def _filled(name: str, parameter: nn.Parameter, write: RowWriter | None) -> torch.Tensor:
+    """Return a parameter that stays outside of the buffers, with its initial values."""
+    tensor = parameter.detach()
+    if write is not None:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+        write(name, parameter, 0, tensor)
+    return tensor
 
 
 def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:
@@ -418,7 +433,12 @@ class ParameterWrap(WrappedModel):
         if not self._groups:
             self._groups = [
                 [
-                    ParameterTarget(name, parameter, owns_master=self.owns_masters)
+                    ParameterTarget(
+                        name,
+                        parameter,
+                        # a quantized weight is no master
+                        owns_master=self.owns_masters and parameter.is_floating_point(),
+                    )
                     for name, parameter in named
                 ]
                 for _, named in parameters_by_unit(self.model, self.unit_names)
