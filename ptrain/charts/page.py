@@ -52,7 +52,7 @@ class Answer:
     tone: Tone
     headline: str
     lines: Sequence[str] = ()
-    log: str = ""
+    blocks: Sequence[str] = ()  # tables and logs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +113,21 @@ def answer_of(subject: Subject) -> Answer:
             headline=f"Not finished: {progress} is done",
             lines=[line, *_next(subject)],
         )
+    return _failure_answer(subject, progress)
+
+
+def _failure_answer(subject: Subject, progress: str) -> Answer:
+    """Return the answer about a failed run: its cause, and how to continue."""
     first, *rest = subject.failures[-1]["error"].splitlines()
     cause = first.removeprefix("error: ")
-    lines = [*_memory_lines(subject, "\n".join([first, *rest])), *_next(subject)]
-    return Answer(
-        tone=Tone.BAD,
-        headline=f"Failed after {progress}: {cause}",
-        lines=lines,
-        log="\n".join(rest),
-    )
+    memory = _MEMORY.search(first)
+    headline, lines, blocks = f"Failed after {progress}: {cause}", _next(subject), ["\n".join(rest)]
+    if memory and memory[0] != _KILLED:
+        headline, lines = f"Out of memory after {progress}", [cause, *lines]
+    if memory and subject.prediction is not None:
+        lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
+        blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]
+    return Answer(tone=Tone.BAD, headline=headline, lines=lines, blocks=blocks)
 
 
 def _next(subject: Subject) -> list[str]:
@@ -132,20 +138,11 @@ def _next(subject: Subject) -> list[str]:
     return ["Nothing was saved: set checkpoint.every=N to be able to continue a run."]
 
 
-# Messages of CUDA's and the CPU's allocators, of Python, and of a rank that the kernel may have
-# killed.
-_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|MemoryError|SIGKILL")
-
-
-def _memory_lines(subject: Subject, error: str) -> Iterator[str]:
-    """Yield the predicted peak and changes that lower it, if memory may have been the cause."""
-    if not (found := _MEMORY.search(error)):
-        return
-    is_certain = found[0] != "SIGKILL"
-    yield "Memory ran out." if is_certain else "Memory may have run out, or a user ended the rank."
-    if subject.prediction is not None:
-        yield f"Predicted: {answer_line(subject.prediction)}"
-        yield from filter(None, advice_lines(subject.prediction))
+_KILLED = "SIGKILL"  # by a user, or by the kernel because memory ran out
+# Messages of CUDA's and the CPU's allocators, and of Python.
+_MEMORY = re.compile(
+    rf"out of memory|can't allocate memory|not enough memory|MemoryError|{_KILLED}"
+)
 
 
 def _prediction_answer(subject: Subject) -> Answer:
@@ -156,7 +153,7 @@ def _prediction_answer(subject: Subject) -> Answer:
     tone = Tone.OPEN if fits is None else Tone.GOOD if fits else Tone.BAD
     headline, *paces = answer_line(subject.prediction).split(" · ")
     advice = "\n".join(advice_lines(subject.prediction)).strip()
-    return Answer(tone=tone, headline=headline, lines=[" · ".join(paces)], log=advice)
+    return Answer(tone=tone, headline=headline, lines=[" · ".join(paces)], blocks=[advice])
 
 
 def _record_answer(subject: Subject, record: DecodedRecord) -> Answer:
@@ -202,10 +199,10 @@ def _answer_html(subject: Subject) -> str:
     """Return the answer about a subject."""
     answer = answer_of(subject)
     lines = "".join(f"<p>{escape(line)}</p>" for line in answer.lines if line)
-    log = f"<pre>{escape(answer.log)}</pre>" if answer.log else ""
+    blocks = "".join(f"<pre>{escape(block)}</pre>" for block in answer.blocks if block)
     return (
         f'<div class="answer {answer.tone}"><b>{escape(subject.name)}</b>'
-        f'<p class="headline">{escape(answer.headline)}</p>{lines}{log}</div>'
+        f'<p class="headline">{escape(answer.headline)}</p>{lines}{blocks}</div>'
     )
 
 
