@@ -238,7 +238,8 @@ COMMANDS = {
             "Options": (
                 _ALLOW_IMPORT,
                 _JSON,
-                _chart_option("Draw the pipeline schedule, and the tokens of each `cp` rank."),
+                _chart_option("Draw the pipeline schedule and the tokens of each `cp` rank, or "
+                    "else the shards of each rank."),
             ),
         },
         examples=("ptrain plan hsdp", "ptrain plan pp-1f1b --chart schedule.svg"),
@@ -315,7 +316,7 @@ COMMANDS = {
                 flag("--quiet", "Print no lines per step."),
                 _JSON,
                 flag("--tensorboard", "Write TensorBoard events, too."),
-                _chart_option("Draw tokens per expert over the steps. Needs a model with experts."),
+                _chart_option("Draw loss and throughput over the steps, and tokens per expert."),
                 option("--prepared", action="store_true", help=SUPPRESS),
             ),
         },
@@ -376,6 +377,28 @@ COMMANDS = {
             "ptrain verify tp-zero3 zero3 --steps 20",
         ),
         topics=("verify", "what-verify-checks", "causes-of-a-mismatch"),
+    ),
+    "report": Command(
+        usage=("RUN|SPEC [RUN|SPEC ...] [key=value ...] [options]",),
+        details="The page begins with the answer: what failed, the verdict, or whether it fits.\n"
+        "It needs no network and no script.",
+        groups={
+            "Arguments": (
+                value("arguments", "RUN|SPEC", "Run folder, such as runs/latest. Or a name from "
+                    "`ptrain specs`, or a YAML file.", nargs="*"),
+                _OVERRIDES,
+            ),
+            "Options": (
+                flag("--simulate", "Add memory over the step and by module. Simulates one rank "
+                    "of each, which takes seconds and needs torch."),
+                value("--out", "FILE", "Write the page to this file. Default: report.html.",
+                    type=Path, default=Path("report.html")),
+                _ALLOW_IMPORT,
+                _JSON,
+            ),
+        },
+        examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
+        topics=("report", "compare"),
     ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),

@@ -1,1 +1,1 @@
-"""Matplotlib charts of schedules, memory and token shards (extra `report`)."""
+"""Charts as SVG or PNG (extra `report`), and the HTML page of `ptrain report`."""

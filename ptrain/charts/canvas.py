@@ -1,4 +1,4 @@
-"""Pictures of sheets, drawn by matplotlib (the optional extra `report`).
+"""Files of sheets: SVG, and PNG drawn by matplotlib (the optional extra `report`).
 
 Equal sheets give equal bytes: a picture has no date and no random ids, and ignores the user's
 matplotlib settings. A picture's path is checked before anything is computed, and the file is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,12 +17,13 @@ from io import BytesIO
 from pathlib import Path
 
 from ptrain.charts.sheet import Sheet
+from ptrain.charts.svg import svg_text
 from ptrain.errors import Fault, PtrainError, SpecError, input_error
 
 MISSING = Fault(
     place="--chart",
-    finding="needs matplotlib, which is not installed",
-    remedy="Run `pip install 'ptrain[report]'`.",
+    finding="needs matplotlib for PNG, which is not installed",
+    remedy="Use a file name that ends in .svg, or run `pip install 'ptrain[report]'`.",
 )
 _POINTS, _DOTS = 72, 150  # per inch: units of a sheet, and pixels of a PNG
 
@@ -40,19 +40,20 @@ def draw_sheet(sheet: Sheet, form: Format) -> bytes:
 
     Args:
         sheet: The rectangles and texts.
-        form: PNG, with 150 dots per inch, or SVG. An SVG has its text as outlines, so that its
-            width does not depend on the viewer's fonts.
+        form: SVG, or PNG with 150 dots per inch.
 
     Raises:
-        SpecError: If matplotlib is not installed.
+        SpecError: If the form is PNG and matplotlib is not installed.
     """
+    if form is Format.SVG:
+        return svg_text(sheet).encode()
     try:
         import matplotlib
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SpecError(MISSING) from error
-    settings = {**matplotlib.rcParamsDefault, "svg.hashsalt": "ptrain", "svg.fonttype": "path"}
+    settings = dict(matplotlib.rcParamsDefault)
     settings.pop("backend", None)  # setting it would select a backend, and no window is opened
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(sheet.width / _POINTS, sheet.height / _POINTS), dpi=_DOTS)
@@ -64,6 +65,10 @@ def draw_sheet(sheet: Sheet, form: Format) -> bytes:
                 PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=width),
                 autolim=False,
             )
+        for line in sheet.lines:
+            style = (0, (line.dash, line.dash)) if line.dash else "-"
+            columns = zip(*line.points, strict=True)
+            axes.plot(*columns, color=line.colour, linewidth=line.width, linestyle=style)
         for text in sheet.texts:
             axes.text(
                 text.x,
@@ -77,9 +82,9 @@ def draw_sheet(sheet: Sheet, form: Format) -> bytes:
                 parse_math=False,  # a `$` in a name is text
             )
         image = BytesIO()
-        figure.savefig(
-            image, format=form.value, dpi=_DOTS, metadata={"Title": sheet.title, **_METADATA[form]}
-        )
+        # None removes the name and version of matplotlib.
+        metadata = {"Title": sheet.title, "Software": None}
+        figure.savefig(image, format=form.value, dpi=_DOTS, metadata=metadata)
     return image.getvalue()
 
 
@@ -98,13 +103,6 @@ def _corners_by_style(
         corners = [(box.x, box.y), (right, box.y), (right, lower), (box.x, lower)]
         corners_of[box.colour, box.edge, box.edge_width].append(corners)
     return corners_of
-
-
-# None removes the date and the program's name, so that equal sheets give equal bytes.
-_METADATA: Mapping[Format, Mapping[str, None]] = {
-    Format.PNG: {"Software": None},
-    Format.SVG: {"Creator": None, "Date": None},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
 
     Raises:
         SpecError: If the ending is not .png or .svg, the path is a folder, its folder is missing or
-            not writable, or matplotlib is not installed.
+            not writable, or the file is a PNG and matplotlib is not installed.
     """
     if path is None:
         return None
@@ -153,7 +151,7 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
         raise input_error(
             option, f"the folder {path.parent} is not writable", "Use another folder."
         )
-    if find_spec("matplotlib") is None:
+    if ending == Format.PNG and find_spec("matplotlib") is None:
         raise SpecError(MISSING._replace(place=option))
     return ChartFile(path, Format(ending), option)
 

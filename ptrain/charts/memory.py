@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
+from ptrain.charts.bars import Bar, bars_sheet
 from ptrain.charts.sheet import (
     BLACK,
     EDGE,
-    GREY,
     LIGHT,
     LINE,
+    MEMORY,
     SMALL,
-    TITLE,
     WHITE,
+    WIDE,
     Label,
+    Line,
     Rectangle,
     Sheet,
+    round_ticks,
+    text_width,
 )
-from ptrain.cost import PLACED, Phase, State
+from ptrain.cost import PLACED, Estimate, Phase, State
 from ptrain.report.predict import Prediction
 from ptrain.report.simulation import MemoryHistory, MemorySample
 from ptrain.report.sweep import SweepPoint, step_seconds
@@ -38,49 +43,81 @@ STATE_COLOURS = {
     State.TRANSIENT: "#009e73",
     State.OTHER: "#777777",
 }
-_LEFT = 74.0
-_WIDTH, _HEIGHT = 720.0, 300.0  # of the area within the axes
+_HEIGHT = 240.0  # of the area within the axes
+_NEAR = 4  # times the peak: usable memory above it would leave the bars too short to read
 _COLUMNS = 720  # at most, plus one for each pass, because passes do not share a column
 _TICKS = 5
 
 
-def course_sheet(course: MemoryHistory) -> Sheet:
+def course_sheet(
+    course: MemoryHistory, name: str = "", usable: int | None = None, width: float = WIDE
+) -> Sheet:
     """Return the picture of one rank's memory over a step.
 
     States that last are at the bottom of the stack. Phases are named above it, colours below.
+
+    Args:
+        course: The live bytes of the rank.
+        name: The name of the spec.
+        usable: The bytes that a peak may fill. A line marks them unless they are far above the
+            peak.
+        width: The width of the sheet in points.
     """
-    title = f"memory of rank {course.rank}"
-    sheet = Sheet(title=title, width=_LEFT + _WIDTH + EDGE, height=EDGE)
+    title = f"{name}: memory of rank {course.rank} over a step".removeprefix(": ")
+    sheet = Sheet(title=title, width=width, height=EDGE)
     peak = course.peak
-    sheet.write(
-        [
-            Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True),
-            Label(
-                text=f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch "
-                f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} "
-                "allocations and frees of storages",
-                x=EDGE,
-                y=0,
-                size=SMALL,
-                colour=GREY,
-            ),
-        ]
+    when = (
+        f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch {peak.micro_batch}, after "
+        f"{peak.event} of {len(course.moments) - 1} allocations and frees of storages"
     )
+    is_near = usable is not None and usable <= _NEAR * peak.total
+    sheet.add_heading(title, when, *usable_notes(usable, peak.total))
     sheet.height += 2 * SMALL * LINE
-    top = sheet.height
-    scale = _HEIGHT / max(1, peak.total)
-    sheet.rectangles += _scale_lines(top)
-    sheet.texts += _scale_numbers(peak.total, top)
+    top, most = sheet.height, max(1, peak.total, (usable or 0) if is_near else 0)
+    ticks = round_ticks(most, MEMORY, _TICKS)
+    left = EDGE + max(text_width(text, SMALL) for _, text in ticks) + 6
+    frame = _Frame(left, top, width - EDGE - left, most)
+    for size, text in ticks:
+        grid = Rectangle(x=left, y=frame.y(size), width=frame.width, height=0.5, colour=LIGHT)
+        sheet.rectangles.append(grid)
+        number = Label(text=text, x=left - 4, y=frame.y(size), size=SMALL, align="right")
+        sheet.texts.append(number)
     columns = list(_column_samples(course.moments))
-    width = _WIDTH / len(columns)
-    sheet.rectangles += _state_bars(columns, width, top + _HEIGHT, scale)
-    sheet.rectangles += _pass_boundaries(columns, width, top)
-    sheet.texts += _phase_labels(columns, width, top)
+    sheet.rectangles += _state_bars(columns, frame)
+    sheet.rectangles += _pass_boundaries(columns, frame)
+    sheet.texts += _phase_labels(columns, frame)
+    if is_near and usable is not None:
+        points = ((left, frame.y(usable)), (width - EDGE, frame.y(usable)))
+        sheet.lines.append(Line(points=points, colour=BLACK, dash=3))
     sheet.height += _HEIGHT + SMALL * LINE
-    names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
-    sheet.add_legend(_LEFT, names, SMALL)
+    shown = [state for at, state in enumerate(State) if any(m.device_bytes[at] for m in columns)]
+    names = {STATE_COLOURS[state]: STATE_NAMES.get(state, str(state)) for state in shown}
+    sheet.add_legend(left, names, SMALL)
     sheet.height += EDGE
     return sheet
+
+
+class _Frame(NamedTuple):
+    """The area within the axes, in points; `most` are the bytes at its upper edge."""
+
+    left: float
+    top: float
+    width: float
+    most: int
+
+    def y(self, size: float) -> float:
+        """Return the vertical position of a number of bytes."""
+        return self.top + _HEIGHT * (1 - size / self.most)
+
+
+def usable_notes(usable: int | None, most: float) -> list[str]:
+    """Return a line on usable memory: that a line marks it, or that it is outside the picture."""
+    if usable is None:
+        return []
+    text = f"usable memory {format_memory(usable)}"
+    if usable <= _NEAR * most:
+        return [f"dashed: {text}"]
+    return [f"{text}, {usable / max(1, most):.3g} times the peak: outside the picture"]
 
 
 def _column_samples(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
@@ -94,17 +131,9 @@ def _column_samples(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         yield max(moments_of_column, key=lambda moment: moment.total)
 
 
-def _state_bars(
-    columns: Sequence[MemorySample], width: float, bottom: float, scale: float
-) -> Iterator[Rectangle]:
-    """Yield the bars of each state; neighbours with equal place and height are merged.
-
-    Args:
-        columns: The moment of each column.
-        width: The width of a column in points.
-        bottom: The vertical position of 0 bytes.
-        scale: Points per byte.
-    """
+def _state_bars(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[Rectangle]:
+    """Yield the bars of each state; neighbours with equal place and height are merged."""
+    width = frame.width / len(columns)
     for index, state in enumerate(State):
         sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
         place = 0
@@ -112,32 +141,13 @@ def _state_bars(
             number = len(list(equal))
             if size > 0:
                 yield Rectangle(
-                    x=_LEFT + place * width,
-                    y=bottom - (below + size) * scale,
+                    x=frame.left + place * width,
+                    y=frame.y(below + size),
                     width=number * width,
-                    height=size * scale,
+                    height=frame.y(below) - frame.y(below + size),
                     colour=STATE_COLOURS[state],
                 )
             place += number
-
-
-def _scale_lines(top: float) -> Iterator[Rectangle]:
-    """Yield a thin line at each number of the scale."""
-    for part in range(_TICKS + 1):
-        y = top + _HEIGHT * (1 - part / _TICKS)
-        yield Rectangle(x=_LEFT, y=y - 0.25, width=_WIDTH, height=0.5, colour=LIGHT)
-
-
-def _scale_numbers(peak: int, top: float) -> Iterator[Label]:
-    """Yield the numbers of the scale."""
-    for part in range(_TICKS + 1):
-        yield Label(
-            text=format_memory(peak * part / _TICKS),
-            x=_LEFT - 4,
-            y=top + _HEIGHT * (1 - part / _TICKS),
-            size=SMALL,
-            align="right",
-        )
 
 
 def _find_passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
@@ -149,18 +159,16 @@ def _find_passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, Me
         first += len(shown)
 
 
-def _pass_boundaries(
-    columns: Sequence[MemorySample], width: float, top: float
-) -> Iterator[Rectangle]:
+def _pass_boundaries(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[Rectangle]:
     """Yield a white line at the beginning of each pass."""
     for first, _, _ in _find_passes(columns):
-        yield Rectangle(
-            x=_LEFT + first * width - 0.25, y=top, width=0.5, height=_HEIGHT, colour=WHITE
-        )
+        x = frame.left + first * frame.width / len(columns) - 0.25
+        yield Rectangle(x=x, y=frame.top, width=0.5, height=_HEIGHT, colour=WHITE)
 
 
-def _phase_labels(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
+def _phase_labels(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[Label]:
     """Yield a label above each pass: its name, its first letter, or nothing if it is too narrow."""
+    width = frame.width / len(columns)
     for first, number, moment in _find_passes(columns):
         pass_name = (
             f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
@@ -168,8 +176,8 @@ def _phase_labels(columns: Sequence[MemorySample], width: float, top: float) -> 
         for text in (pass_name, pass_name[0]):
             word = Label(
                 text=text,
-                x=_LEFT + (first + number / 2) * width,
-                y=top - SMALL * LINE / 2,
+                x=frame.left + (first + number / 2) * width,
+                y=frame.top - SMALL * LINE / 2,
                 size=SMALL,
                 align="center",
             )
@@ -179,57 +187,57 @@ def _phase_labels(columns: Sequence[MemorySample], width: float, top: float) -> 
 
 
 _MEANINGS = {True: "fits", False: "does not fit", None: "fit unknown"}
+STATE_NAMES = {State.TRANSIENT: "temporary"}
 _LEGEND = {
     **{STATE_COLOURS[state]: str(state) for state in PLACED},
-    STATE_COLOURS[State.TRANSIENT]: "temporary",
+    STATE_COLOURS[State.TRANSIENT]: STATE_NAMES[State.TRANSIENT],
     BLACK: "peak",
 }
-_BAR, _BAR_GAP, _BARS_WIDTH = 14.0, 8.0, 420.0
-_NUMBERS = 190.0  # width right of the bars: the peak, the fit, and the step time
-_TICK = 2.0
 
 
-def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
-    """Return one row per point: label, bar and figures.
+def sweep_sheet(points: Sequence[SweepPoint], width: float = WIDE) -> Sheet:
+    """Return one bar per point; a single point has a bar for each state too.
 
     A bar stacks the largest size of each state on the device, and temporary tensors up to the peak.
     States need not be largest at the same time, so a stack may exceed its peak. Rejected points and
-    unknown peaks have text in place of a bar.
+    unknown peaks have text in place of a bar. Usable memory that is far above all bars is only
+    stated.
+
+    Args:
+        points: The points of the sweep.
+        width: The width of the sheet in points.
     """
-    title = "predicted peak per rank, by state"
-    left = EDGE + max(
-        (Label(text=point.label, x=0, y=0, size=SMALL).width for point in points), default=0
-    )
-    sheet = Sheet(title=title, width=left + _BAR_GAP + _BARS_WIDTH + _NUMBERS + EDGE, height=EDGE)
-    sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
+    bars = [
+        Bar(
+            label=point.label,
+            note=_row_text(point),
+            parts=_bar_parts(point),
+            mark=_peak_bytes(point),
+        )
+        for point in points
+    ]
+    most = max((bar.length for bar in bars), default=0)
     capacities = sorted({size for point in points if (size := _usable_memory(point))})
-    sheet.height += (1 + len(capacities)) * SMALL * LINE
-    top, first = sheet.height, left + _BAR_GAP
-    stacks = [sum(size for _, size in _bar_parts(point)) for point in points]
-    scale = _BARS_WIDTH / max([*stacks, *capacities, 1])
-    bottom = top + len(points) * (_BAR + _BAR_GAP)
-    sheet.rectangles.append(
-        Rectangle(x=first - 0.5, y=top, width=0.5, height=bottom - top, colour=LIGHT)
+    notes = [note for size in capacities for note in usable_notes(size, most)]
+    title = "predicted peak per rank, by state"
+    if len(points) == 1:
+        title = f"{points[0].label}: {title}"
+        bars += [
+            Bar(label=_LEGEND[colour], note=format_memory(size), parts=[(colour, size)])
+            for colour, size in bars[0].parts
+        ]
+    return bars_sheet(
+        (title, *(note for note in notes if "outside" in note)),
+        bars,
+        MEMORY,
+        legend=_LEGEND,
+        limits=[
+            (f"usable memory {format_memory(size)}", size)
+            for size in capacities
+            if size <= _NEAR * most
+        ],
+        width=width,
     )
-    for row, point in enumerate(points):
-        _add_row(sheet, point, first, top + _BAR_GAP / 2 + row * (_BAR + _BAR_GAP), scale)
-    for number, capacity in enumerate(capacities):
-        sheet.rectangles.append(
-            Rectangle(x=first + capacity * scale, y=top, width=1, height=bottom - top, colour=BLACK)
-        )
-        sheet.texts.append(
-            Label(
-                text=f"usable memory {format_memory(capacity)}",
-                x=first + capacity * scale,
-                y=top - (number + 0.5) * SMALL * LINE,
-                size=SMALL,
-                align="center" if capacity * scale < 0.8 * _BARS_WIDTH else "right",
-            )
-        )
-    sheet.height = bottom + SMALL * LINE
-    sheet.add_legend(first, _LEGEND, SMALL)
-    sheet.height += EDGE
-    return sheet
 
 
 def _usable_memory(point: SweepPoint) -> int | None:
@@ -247,42 +255,25 @@ def _bar_parts(point: SweepPoint) -> list[tuple[str, int]]:
     peak = _peak_bytes(point)
     if point.prediction is None or not peak:
         return []
-    exact = point.prediction.derivation.exact
-    parts = [(STATE_COLOURS[state], exact.bytes_of(state)) for state in PLACED]
-    temporary = max(0, peak - sum(size for _, size in parts))
+    return memory_parts(point.prediction.derivation.exact, peak)
+
+
+def memory_parts(estimate: Estimate, peak: int | None) -> list[tuple[str, int]]:
+    """Return the colour and size of each state on the device, and of temporary tensors.
+
+    Args:
+        estimate: The bytes of the states.
+        peak: The largest bytes of a phase; what exceeds the states is temporary.
+    """
+    parts = [(STATE_COLOURS[state], estimate.bytes_of(state)) for state in PLACED]
+    temporary = max(0, (peak or 0) - sum(size for _, size in parts))
     return [*parts, (STATE_COLOURS[State.TRANSIENT], temporary)]
 
 
-def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) -> None:
-    """Add the label, the bar, the peak's tick and the figures of one point.
-
-    Args:
-        sheet: The sheet to add to.
-        point: The point of the sweep.
-        x: The left edge of the bar.
-        y: The upper edge of the bar.
-        scale: Points per byte.
-    """
-    middle = y + _BAR / 2
-    sheet.texts.append(Label(text=point.label, x=x - _BAR_GAP, y=middle, size=SMALL, align="right"))
-    left = x
-    for colour, size in _bar_parts(point):
-        box = Rectangle(x=left, y=y, width=size * scale, height=_BAR, colour=colour)
-        sheet.rectangles.append(box)
-        left += box.width
-    if peak := _peak_bytes(point):
-        end = x + peak * scale - _TICK / 2
-        tick = Rectangle(x=end, y=y - 1, width=_TICK, height=_BAR + 2, colour=BLACK)
-        sheet.rectangles.append(tick)
-    after = x + _BARS_WIDTH + _BAR_GAP if point.prediction else x + 4  # clear of the lines
-    words = Label(text=_row_text(point), x=after, y=middle, size=SMALL, colour=GREY)
-    sheet.texts.append(words)
-
-
 def _row_text(point: SweepPoint) -> str:
-    """Return the text right of a bar."""
+    """Return the figures of a point, or that it is rejected."""
     if point.prediction is None:
-        return "refused"
+        return "rejected"
     return ", ".join(_figure_texts(point.prediction))
 
 

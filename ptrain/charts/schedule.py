@@ -12,8 +12,10 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import inf
 
 from ptrain.axes.pipeline.schedule import Action, Schedule, StageCost
 from ptrain.axes.pipeline.simulate import MEANINGS, Simulation, bubble_text, simulate
@@ -24,17 +26,23 @@ from ptrain.charts.sheet import (
     LIGHT,
     LINE,
     SMALL,
+    TIME,
     TITLE,
     WHITE,
+    WIDE,
     Label,
     Rectangle,
     Sheet,
     ink_on,
+    round_step,
+    round_ticks,
     shades,
     text_width,
 )
 from ptrain.cost import Collective, Phase, Spent, TimeKey
 from ptrain.derivation.clock import LaneSpan
+from ptrain.derivation.estimate import Derivation, step_lanes
+from ptrain.report.step_time import critical_path
 from ptrain.timeline import Kind
 from ptrain.units import format_seconds
 
@@ -313,7 +321,8 @@ def _used_kinds(every: Sequence[Box]) -> list[Kind]:
 def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
     """Add the axis of time, with the durations of the kinds of actions."""
     top = sheet.height
-    step = _round_tick(_TICK / scale.unit)  # units of time between numbers
+    # units of time between numbers
+    step = max(1, round(round_step(_TICK / scale.unit)))
     for time in range(0, int(makespan) + 1, step):
         x = scale.x_position(time)
         sheet.rectangles.append(
@@ -327,16 +336,6 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
         [Label(text=f"time in units of one forward pass ({units})", x=scale.left, y=0, size=HEAD)]
     )
     sheet.height += SMALL
-
-
-def _round_tick(least: float) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, 50 … that is not less than a number."""
-    power = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * power >= least:
-                return digit * power
-        power *= 10
 
 
 def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
@@ -380,9 +379,9 @@ def _note_texts(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[s
         yield "narrow boxes have no number"
 
 
-_RIGHT, _LANES_WIDTH, _LANE, _BETWEEN = 30.0, 900.0, 30.0, 6.0
-_TICKS = 8
+_LANE, _BETWEEN = 26.0, 6.0
 _NARROWEST = 0.15  # points; narrower spans are not drawn
+_TICKS_APART = 60.0  # points for each number of the axis of seconds, at least
 
 # Okabe and Ito's colours (2008); grey for wrappers and other collectives.
 _MEANINGS = {
@@ -398,35 +397,135 @@ _MEANINGS = {
 _REDUCTIONS = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
 
 
-def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
+def timeline_sheet(derivation: Derivation, width: float = WIDE) -> Sheet:
+    """Return the timeline of a predicted step.
+
+    Args:
+        derivation: A derivation with a step time.
+        width: The width of the sheet in points.
+    """
+    step, spec = derivation.exact.step, derivation.spec
+    assert step is not None, "the caller checks that there is a step time"
+    # `step_lanes` has the first, the second and the last micro-batch of a rank without a pipeline.
+    repeats = 0 if derivation.plan.pipeline else max(0, spec.batch.accumulate - 3)
+    unplaced = step.seconds_in(Spent.LAUNCHES) + step.seconds_in(Spent.STRAGGLERS)
+    spans = step_lanes(derivation)
+    return step_sheet(
+        spec.name, critical_path(step), spans, repeats=repeats, unplaced=unplaced, width=width
+    )
+
+
+def step_sheet(
+    title: str,
+    note: str,
+    spans: Sequence[LaneSpan],
+    *,
+    repeats: int = 0,
+    unplaced: float = 0,
+    width: float = WIDE,
+) -> Sheet:
     """Return the timeline of a step.
+
+    If the rank has several micro-batches, the first part shows the phases of the full step, and the
+    second one the lanes of a single micro-batch, in which the operations can be told apart.
 
     Args:
         title: The name of the spec.
         note: A line below the title.
         spans: The spans of all lanes, in order of time within a lane.
+        repeats: The number of micro-batches that equal the second one and are not in `spans`.
+        unplaced: The seconds of the step that have no place in time.
+        width: The width of the sheet in points.
+    """
+    title = f"{title}: timeline of a predicted step"
+    sheet = Sheet(title=title, width=width, height=EDGE)
+    lost = f"not drawn, because it has no place in time: {format_seconds(unplaced)} of {UNPLACED}"
+    sheet.add_heading(title, note, *([lost] if unplaced else []))
+    starts, shown = _micro_batch_starts(spans), spans
+    if len(starts) > 1:
+        full = [*_repeat_spans(spans, starts, repeats)]
+        number = len(starts) + repeats
+        _add_lanes(sheet, f"the step: {number} micro-batches and the update", full, is_coarse=True)
+        first, last = starts[1], starts[2] if len(starts) > 2 else inf
+        shown = [
+            span._replace(start=max(span.start, first) - first, end=min(span.end, last) - first)
+            for span in spans
+            if span.end > first and span.start < last
+        ]
+        same = f", and {repeats} more like it" if repeats else ""
+        _add_lanes(sheet, f"micro-batch 1 of 0 to {number - 1}{same}", shown)
+    else:
+        _add_lanes(sheet, "the step", spans)
+    _add_lane_legend(sheet, spans)
+    sheet.height += EDGE
+    return sheet
+
+
+def _micro_batch_starts(spans: Sequence[LaneSpan]) -> list[float]:
+    """Return the start of each micro-batch of a rank; empty for a pipeline, whose ranks overlap."""
+    starts, phase = [], None
+    for span in spans:
+        if span.lane is None and span.key.phase in (Phase.FORWARD, Phase.BACKWARD):
+            if span.key.phase is Phase.FORWARD and phase is not Phase.FORWARD:
+                starts.append(span.start)
+            phase = span.key.phase
+    return starts
+
+
+def _repeat_spans(
+    spans: Sequence[LaneSpan], starts: Sequence[float], repeats: int
+) -> Iterator[LaneSpan]:
+    """Yield the rank's spans of the full step, with the second micro-batch repeated."""
+    own = [span for span in spans if span.lane is None]
+    if not repeats:
+        yield from own
+        return
+    length = starts[2] - starts[1]
+    yield from (span for span in own if span.start < starts[2])
+    for turn in range(1, repeats + 1):
+        for span in own:
+            if starts[1] <= span.start < starts[2]:
+                yield span._replace(start=span.start + turn * length, end=span.end + turn * length)
+    for span in own:
+        if span.start >= starts[2]:
+            yield span._replace(
+                start=span.start + repeats * length, end=span.end + repeats * length
+            )
+
+
+def _add_lanes(
+    sheet: Sheet, name: str, spans: Sequence[LaneSpan], *, is_coarse: bool = False
+) -> None:
+    """Add a part of the timeline with its axis.
+
+    Args:
+        sheet: The sheet.
+        name: The name of the part.
+        spans: Its spans; the axis begins at 0.
+        is_coarse: Draw phases without the waits and wrappers within them.
     """
     lanes = [*dict.fromkeys(span.lane for span in spans)]
     lanes.sort(key=lambda lane: (lane is not None, lane if isinstance(lane, int) else -1))
     end = max(span.end for span in spans)
     left = EDGE + max(text_width(_lane_name(lane), HEAD) for lane in lanes) + 6
-    sheet = Sheet(title=title, width=left + _LANES_WIDTH + _RIGHT, height=EDGE)
-    sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
-    sheet.write([Label(text=note, x=EDGE, y=0, size=HEAD, colour=GREY)])
-    sheet.height += HEAD
-    top, scale = sheet.height, _LANES_WIDTH / end
-    for place, lane in enumerate(lanes):
-        y = top + place * _LANE
-        middle = y + _LANE / 2
-        sheet.texts.append(
-            Label(text=_lane_name(lane), x=left - 6, y=middle, size=HEAD, align="right")
-        )
-        sheet.rectangles += _lane_rectangles([s for s in spans if s.lane == lane], left, y, scale)
-    sheet.height += len(lanes) * _LANE
-    _add_clock(sheet, left, end)
-    _add_lane_legend(sheet, spans)
-    sheet.height += EDGE
-    return sheet
+    sheet.write([Label(text=f"{name}: {format_seconds(end)}", x=EDGE, y=0, size=HEAD)])
+    sheet.height += 3
+    scale = (sheet.width - EDGE - left) / end
+    for lane in lanes:
+        middle = sheet.height + _LANE / 2
+        label = Label(text=_lane_name(lane), x=left - 6, y=middle, size=HEAD, align="right")
+        sheet.texts.append(label)
+        merge = _merge_phases if is_coarse else _merge_spans
+        parts = merge([span for span in spans if span.lane == lane])
+        sheet.rectangles += _lane_rectangles(parts, left, sheet.height, (scale, end))
+        sheet.height += _LANE
+    for time, text in round_ticks(end, TIME, max(2, int((sheet.width - left) / _TICKS_APART))):
+        x = left + time * scale
+        box = Rectangle(x=x - 0.25, y=sheet.height, width=0.5, height=4, colour=GREY)
+        sheet.rectangles.append(box)
+        number = Label(text=text, x=x, y=sheet.height + 10, size=SMALL, align="center")
+        sheet.texts.append(number.within(left - 4, sheet.width))
+    sheet.height += 10 + 2 * SMALL
 
 
 def _lane_name(lane: Hashable) -> str:
@@ -442,30 +541,43 @@ def _lane_name(lane: Hashable) -> str:
             return str(lane)
 
 
+UNPLACED = "host launches and stragglers"
+Stretch = tuple[float, float, str]  # start and end in seconds, and the meaning of the colour
+
+
 def _lane_rectangles(
-    spans: Sequence[LaneSpan], left: float, y: float, scale: float
+    parts: Iterable[Stretch], left: float, y: float, scale: tuple[float, float]
 ) -> Iterator[Rectangle]:
     """Yield the rectangles of a lane.
 
     Args:
-        spans: The spans of the lane in order.
+        parts: The stretches of the lane in order.
         left: The horizontal position of time 0.
         y: The upper edge of the lane.
-        scale: Points per second.
+        scale: Points per second, and the seconds of the axis.
     """
-    yield Rectangle(x=left, y=y + _LANE - 0.25, width=_LANES_WIDTH, height=0.5, colour=LIGHT)
-    for start, end, meaning in _merge_spans(spans):
-        if (end - start) * scale >= _NARROWEST:
+    unit, end = scale
+    yield Rectangle(x=left, y=y + _LANE - 0.25, width=end * unit, height=0.5, colour=LIGHT)
+    for start, until, meaning in parts:
+        if (until - start) * unit >= _NARROWEST:
             yield Rectangle(
-                x=left + start * scale,
+                x=left + start * unit,
                 y=y + _BETWEEN / 2,
-                width=(end - start) * scale,
+                width=(until - start) * unit,
                 height=_LANE - _BETWEEN,
                 colour=_MEANINGS[meaning],
             )
 
 
-def _merge_spans(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]]:
+def _merge_phases(spans: Sequence[LaneSpan]) -> Iterator[Stretch]:
+    """Yield the phases of a rank's spans, from the start of a phase to the start of the next."""
+    for phase, members in groupby(spans, key=lambda span: span.key.phase):
+        of_phase = [*members]
+        if str(phase) in _MEANINGS:
+            yield of_phase[0].start, max(span.end for span in of_phase), str(phase)
+
+
+def _merge_spans(spans: Sequence[LaneSpan]) -> Iterator[Stretch]:
     """Yield the start, end and meaning of spans; consecutive spans with one meaning are merged."""
     start = end = 0.0
     meaning: str | None = None
@@ -503,19 +615,6 @@ def _traffic_meaning(key: TimeKey) -> str:
     if key.collective in _REDUCTIONS:
         return "reduction"
     return "gather" if key.collective is Collective.ALL_GATHER else "other collective"
-
-
-def _add_clock(sheet: Sheet, left: float, end: float) -> None:
-    """Add the axis of time in seconds."""
-    top = sheet.height
-    for part in range(_TICKS + 1):
-        x = left + _LANES_WIDTH * part / _TICKS
-        sheet.rectangles.append(
-            Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
-        )
-        text = format_seconds(end * part / _TICKS) if part else "0"
-        sheet.texts.append(Label(text=text, x=x, y=top + 10, size=SMALL, align="center"))
-    sheet.height += 10 + 2 * SMALL
 
 
 def _add_lane_legend(sheet: Sheet, spans: Sequence[LaneSpan]) -> None:

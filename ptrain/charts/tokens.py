@@ -11,10 +11,9 @@ more tokens an expert received, the darker its cell.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 from ptrain.axes.context.attention import ScoreBlock, Span, all_spans, blocks_of, source_at
 from ptrain.axes.context.draw import balance_text, kind_text
@@ -361,15 +360,14 @@ _SCALE = (0.0, 0.5, 1.0, 1.5, 2.0)
 Steps = Mapping[int, Mapping[str, Sequence[int]]]  # by step, layer and expert
 
 
-def logged_tokens(metrics: Path) -> Steps:
+def logged_tokens(rows: Iterable[Mapping[str, Any]]) -> Steps:
     """Return the tokens per expert of each step in a run's metrics.
 
     A run that continues from a checkpoint may log a step again; the last entry counts.
 
     Args:
-        metrics: The metrics file of a run, with a JSON object on each line.
+        rows: The rows of the metrics.
     """
-    rows = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line)
     return {row["step"]: row["tokens_per_expert"] for row in rows if "tokens_per_expert" in row}
 
 

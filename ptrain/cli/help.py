@@ -47,6 +47,7 @@ PAGES = (
     "docs/howto/launch.md",
     "docs/howto/resume-and-restart.md",
     "docs/howto/watch-a-run.md",
+    "docs/howto/report.md",
     "docs/howto/security.md",
     "docs/howto/published-weights.md",
     "docs/howto/chats.md",

@@ -31,6 +31,7 @@ GROUPS = {
         "train": "Train a spec and compare the prediction with the measurement",
         "validate": "Run four steps and check memory and traffic only",
         "verify": "Compare gradients, optimizer state and losses with one device",
+        "report": "Write one HTML page about runs and specs",
         "compare": "Compare two runs, predictions or verifications",
         "selftest": "Run the built-in specs on this machine and write a page of results",
     },

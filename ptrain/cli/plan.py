@@ -6,15 +6,11 @@ This module does not import torch for built-in models.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import asdict
 
 from ptrain.axes.context.draw import balance_rows
-from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.charts.canvas import ChartFile, chart_file
-from ptrain.charts.schedule import Heading, schedule_sheet
-from ptrain.charts.sheet import Sheet
-from ptrain.charts.tokens import tokens_sheet
+from ptrain.charts.figures import mesh_sheet, plan_sheets
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import Derivation, derive
@@ -28,7 +24,6 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
 
 
 def run(args: Namespace) -> int:
@@ -44,7 +39,7 @@ def run(args: Namespace) -> int:
         )
     chart = chart_file(args.chart)
     plans = [_derive_source(source, overrides, args.allow_import) for source in sources]
-    chart_lines = [_draw_charts(*plans[0], chart)] if chart else []
+    chart_lines = [_draw_charts(plans[0][1], chart)] if chart else []
     if args.json:
         more = {"chart": str(args.chart)} if chart else {}
         records = [as_record(spec, derivation) | more for spec, derivation in plans]
@@ -77,32 +72,12 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
     }
 
 
-def _draw_charts(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
-    """Draw the pipeline schedule and the token shards in one file.
-
-    Raises:
-        SpecError: If the spec has neither a pipeline nor context parallelism.
-    """
-    sheets = [*_make_sheets(spec, derivation.plan)]
-    if not sheets:
-        raise input_error(
-            "--chart",
-            f"draws pipelines and context parallelism, but {spec.name} has neither axis",
-            "Remove it, or draw another spec, such as pp-1f1b.",
-        )
-    first, *others = sheets
+def _draw_charts(derivation: Derivation, chart: ChartFile) -> str:
+    """Draw the pipeline schedule and the token shards in one file, or else the mesh."""
+    first, *others = [*plan_sheets(derivation.plan)] or [mesh_sheet(derivation)]
     for sheet in others:
         first.add_below(sheet)
     return chart.draw(first)
-
-
-def _make_sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
-    """Yield the pictures that a spec has: its schedule, and its token shards."""
-    if pipeline_of(spec) is not None:
-        heading = Heading(spec=spec.name, schedule=str(spec.pipeline.schedule))
-        yield schedule_sheet(heading, schedule_of(spec))
-    if plan.context is not None:
-        yield tokens_sheet(spec.name, plan.context)
 
 
 def _derive_source(

@@ -31,6 +31,7 @@ from ptrain.report.simulation import GARBAGE, RankReport, simulation_screen
 from ptrain.report.table import heading
 from ptrain.runtime import simulated_gpu
 from ptrain.runtime.patches import require_supported
+from ptrain.selection.fit import fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import choose_ranks, rank_classes, require_ranks
 from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
@@ -77,7 +78,7 @@ def run(args: Namespace) -> int:
     for spec in specs:
         simulations = list(_simulate_ranks(spec, args, lacking))
         records.append(as_record(spec, simulations))
-        chart_lines = [_draw_memory(simulations, chart)] if chart else []
+        chart_lines = [_draw_memory(spec, simulations, chart)] if chart else []
         if not args.json:
             print_screen(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
@@ -134,13 +135,16 @@ def _kernels_sentence(spec: Spec, simulated: SimulatedRank, lacking: str) -> str
     return f"a CPU's: {lacking}"
 
 
-def _draw_memory(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
+def _draw_memory(
+    spec: Spec, simulations: list[tuple[Derivation, RankReport]], chart: ChartFile
+) -> str:
     """Draw the memory of the rank with the highest peak; return a line that names the file."""
     course = max(
         (report.course for _, report in simulations),
         key=lambda drawn: drawn.peak.total,
     )
-    chart.draw(course_sheet(course))
+    usable = fit(spec, simulations[0][0].exact).usable_memory
+    chart.draw(course_sheet(course, spec.name, usable))
     return f"chart {chart.path} (rank {course.rank})"
 
 

@@ -14,15 +14,14 @@ from typing import Protocol
 
 from ptrain.charts.canvas import ChartFile, chart_file
 from ptrain.charts.memory import sweep_sheet
-from ptrain.charts.schedule import step_sheet
+from ptrain.charts.schedule import timeline_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import show_progress
 from ptrain.codec import encode
-from ptrain.derivation.estimate import Derivation, step_lanes
+from ptrain.derivation.estimate import Derivation
 from ptrain.errors import Fault, PtrainError, SpecError, input_error
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.screen import command_line, next_line, print_screen
-from ptrain.report.step_time import critical_path
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, sort_points, sweep_table
 from ptrain.spec.load import expand_sweeps, find_mesh_followers
 
@@ -156,15 +155,11 @@ def draw_step(derivation: Derivation, file: ChartFile) -> None:
     Raises:
         SpecError: If no step time is predicted.
     """
-    step, spec = derivation.exact.step, derivation.spec
-    if step is None:
+    if derivation.exact.step is None:
         why = derivation.exact.undefined["step_seconds"]
         raise input_error(
             _OPTION,
             f"the step time is unknown: {why}",
             "Remove it, or set `cluster.preset=h100-8`.",
         )
-    number = spec.batch.accumulate
-    is_short = derivation.plan.pipeline is None and number > 3
-    repetition = f"; of {number} micro-batches those between the first and the last once" * is_short
-    file.draw(step_sheet(spec.name, f"{critical_path(step)}{repetition}", step_lanes(derivation)))
+    file.draw(timeline_sheet(derivation))

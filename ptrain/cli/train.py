@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from ptrain.charts.canvas import ChartFile, chart_file
+from ptrain.charts.figures import logged_rows, training_sheets
 from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, input_error
@@ -33,6 +34,7 @@ from ptrain.train.folder import (
     RunFolder,
     is_done,
     open_run,
+    record_failure,
     require_resumable,
     restart_source,
 )
@@ -55,12 +57,6 @@ def run(arguments: Namespace) -> int:
         spec = load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
         environment.exec_module(rank_module(spec), options.to_argv(choices))
     spec = load_checked(choices)
-    if arguments.chart is not None and not is_routing_recorded(spec):
-        raise input_error(
-            "--chart",
-            "draws tokens per expert, and this model logs none",
-            "Remove it, or train a built-in model with experts.",
-        )
     chart = chart_file(arguments.chart)
     if choices.wants_elastic:
         argv = [*options.to_argv(choices), *options.elastic_argv(choices)]
@@ -70,13 +66,20 @@ def run(arguments: Namespace) -> int:
     if not (choices.json or choices.quiet):  # the ranks read a resolved spec, which has no choices
         for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
-    return start_ranks(spec, choices, lambda folder: _draw_routing(spec, folder, chart))
+    return start_ranks(spec, choices, lambda folder: _draw_training(spec, folder, chart))
 
 
-def _draw_routing(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
-    """Draw the logged tokens per expert, if a chart is requested."""
-    if chart is not None:
-        chart.draw(routing_sheet(spec.name, logged_tokens(folder.metrics)))
+def _draw_training(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
+    """Draw losses, throughput and logged tokens per expert, if a chart is requested."""
+    if chart is None:
+        return
+    rows = logged_rows(folder.metrics)
+    sheets = training_sheets({spec.name: rows})
+    if is_routing_recorded(spec) or not sheets:
+        sheets.append(routing_sheet(spec.name, logged_tokens(rows)))
+    for sheet in sheets[1:]:
+        sheets[0].add_below(sheet)
+    chart.draw(sheets[0])
 
 
 def load_checked(choices: Options) -> Spec:
@@ -192,8 +195,13 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 # Ranks inherit the lock: the run folder stays locked while any of them lives.
                 inherited=(claim.lock.descriptor,),
             )
-        except RankFailed as error:
-            if restart > prepared.max_restarts or is_done(spec, claim.folder):
+        except PtrainError as error:
+            record_failure(claim.folder, error)
+            if (
+                not isinstance(error, RankFailed)
+                or restart > prepared.max_restarts
+                or is_done(spec, claim.folder)
+            ):
                 raise
             print_lines(f"{error}\nrestart {restart} of {prepared.max_restarts}", stream=sys.stderr)
             prepared = replace(prepared, resume=restart_source(prepared.resume, claim.folder))

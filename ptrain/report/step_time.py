@@ -186,7 +186,7 @@ def _time_cells(what: str, predicted: float | None, measured: float | None) -> t
 
 def _time_parts_table(step: StepTime) -> str:
     """Return the table of a predicted step: its parts, the total, and its phases."""
-    parts = [*_step_parts(step)]
+    parts = [*step_parts(step)]
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
     rows = [*parts, ("step", step.seconds, 0.0)]
     rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
@@ -207,8 +207,15 @@ def _time_parts_table(step: StepTime) -> str:
     return render_table(columns)
 
 
-def _step_parts(step: StepTime) -> Iterator[Part]:
-    """Yield the parts of a step, computing first; communication by axes."""
+def step_parts(step: StepTime) -> Iterator[Part]:
+    """Yield the parts of a step, computing first; communication by axes.
+
+    Args:
+        step: The predicted step time.
+
+    Yields:
+        A name, the seconds that the step takes longer, and the seconds of a transfer.
+    """
     yield "compute", step.seconds_in(Spent.COMPUTE), 0.0
     moved: dict[str, tuple[float, float]] = {}
     for row in step.rows:

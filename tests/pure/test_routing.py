@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ptrain.charts.figures import logged_rows
 from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.report.routing import (
     LayerRouting,
@@ -54,8 +55,9 @@ def test_of_a_step_that_was_trained_twice_the_last_is_drawn(tmp_path) -> None:
         {"step": 1, "tokens_per_expert": {"a": [4, 0]}},
     ]
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    steps = logged_tokens(metrics)
+    cut_off = '{"step": 2, "tokens_per'
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + cut_off)
+    steps = logged_tokens(logged_rows(metrics))
     assert steps == {1: {"a": [4, 0]}}
     *_, first, second, _ = routing_sheet("run", steps).rectangles  # behind them a line
     assert (first.colour, second.colour) == ("#004280", "#ffffff")

@@ -377,8 +377,14 @@ def test_rows_of_csv_have_the_columns_of_json_and_the_well_known_choices(best_of
 
 def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
     sheet = front_sheet(best_of_eight)
-    dots = [box for box in sheet.rectangles if box.width == box.height]
-    assert len(dots) == len(best_of_eight.ranking) + len(best_of_eight.front)
+    dots = [box for box in sheet.rectangles if box.width == box.height and box.edge_width == 0.6]
+    places = {(row.peak_bytes, row.nominal_seconds) for row in best_of_eight.ranking}
+    front = {(row.peak_bytes, row.nominal_seconds) for row in best_of_eight.front}
+    assert len(dots) == len(places | front)
+    numbers = [text.text for text in sheet.texts if text.text.isdecimal() and text.size < 8]
+    assert sorted(map(int, numbers)) == [*range(1, len(front) + 1)]
+    listed = [text.text for text in sheet.texts if " GiB: " in text.text]
+    assert {line.split()[0] for line in listed} == {*numbers}
     assert all(0 <= box.x <= sheet.width and 0 <= box.y <= sheet.height for box in dots)
 
 

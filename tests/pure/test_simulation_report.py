@@ -1,5 +1,7 @@
 """The figures of a simulation as text and as a picture, for hand-written figures."""
 
+import pytest
+
 from ptrain.charts.memory import course_sheet
 from ptrain.cost import (
     Collective,
@@ -182,23 +184,29 @@ def test_the_account_of_a_rank_is_that_of_its_place_along_tp() -> None:
 def test_a_picture_has_the_highest_moment_of_each_column_and_every_pass() -> None:
     sizes = [*range(2000), 5000, *range(2000, 0, -1)]
     sheet = course_sheet(course(*sizes))
-    tallest = min(each.y for each in sheet.rectangles if each.colour == "#f0e442")
-    lines = [each.y for each in sheet.rectangles if each.colour == "#cccccc"]
-    assert abs(tallest - min(lines) - 0.25) < 1e-6, "the peak touches the line of its number"
+    highest = [each.y for each in sheet.rectangles if each.colour == "#f0e442"]
+    grid = [each.y for each in sheet.rectangles if each.colour == "#cccccc"]
+    assert max(grid) - min(highest) == pytest.approx(240), "the peak has the full height"
     words = {each.text for each in sheet.texts}
-    assert {"forward 0", "backward 0", "parameters", "activations", "4.893 KiB"} <= words
+    assert {"forward 0", "backward 0", "parameters", "activations", "0", "4 KiB"} <= words
 
 
 def test_a_picture_of_few_moments_fills_its_width() -> None:
-    columns = [
-        each for each in course_sheet(course(1, 2, 3, 4)).rectangles if each.colour == "#f0e442"
-    ]
+    sheet = course_sheet(course(1, 2, 3, 4))
+    columns = [each for each in sheet.rectangles if each.colour == "#f0e442"]
     assert len(columns) == 4 + 1, "and the legend's"
-    assert sum(each.width for each in columns[:4]) == 720
+    assert columns[3].x + columns[3].width == pytest.approx(sheet.width - 14)
+
+
+def test_a_line_marks_usable_memory_unless_the_bars_would_be_too_short_to_read() -> None:
+    peak = course(1, 2).peak.total
+    assert [line.dash for line in course_sheet(course(1, 2), "a", 2 * peak).lines] == [3]
+    far = course_sheet(course(1, 2), "a", 9 * peak)
+    assert not far.lines and any("outside the picture" in each.text for each in far.texts)
 
 
 def test_moments_of_equal_sizes_are_one_bar_of_a_picture() -> None:
     bars = [
         each for each in course_sheet(course(1, 1, 2, 2)).rectangles if each.colour == "#f0e442"
     ]
-    assert [each.width for each in bars[:-1]] == [360, 360], "the last one is the legend's"
+    assert len(bars) == 2 + 1 and bars[0].width == bars[1].width, "the last one is the legend's"

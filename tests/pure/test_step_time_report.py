@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.charts.schedule import step_sheet
+from ptrain.charts.schedule import step_sheet, timeline_sheet
 from ptrain.cli.main import main
 from ptrain.cost import (
     Blocked,
@@ -184,7 +184,6 @@ def test_a_timeline_is_drawn_for_one_spec_with_a_known_time(words, text, tmp_pat
 
 
 def test_a_timeline_is_written_with_the_prediction(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "step.svg"
     for name in ("zero3", "pp-1f1b"):
         words = [name, "cluster.preset=h100-8", "--timeline", str(path)]
@@ -203,8 +202,23 @@ def test_a_chart_has_a_row_for_each_lane_and_white_where_the_rank_waits():
     ]
     sheet = step_sheet("a step", "note", spans)
     texts = [label.text for label in sheet.texts]
-    assert {"rank", "dp_shard", "forward", "gather", "waiting", "4.00 s"} <= set(texts)
+    assert {"rank", "dp_shard", "forward", "gather", "waiting", "4 s"} <= set(texts)
     assert all(label.left >= 0 and label.left + label.width <= sheet.width for label in sheet.texts)
-    tall = [box for box in sheet.rectangles if box.height == 24.0]
-    assert [round(box.width) for box in tall if box.colour != "#0072b2"] == [450]  # both as one
-    assert [round(box.width) for box in tall if box.colour == "#0072b2"] == [450]
+    gathers, forward = (
+        [box for box in sheet.rectangles if box.colour == colour and box.height == 20.0]
+        for colour in ("#0072b2", "#56b4e9")
+    )
+    assert len(gathers) == len(forward) == 1, "consecutive spans of one meaning are one box"
+    assert forward[0].width == pytest.approx(gathers[0].width)
+    assert forward[0].x == pytest.approx(gathers[0].x + gathers[0].width)
+
+
+def test_the_axis_of_a_timeline_ends_with_the_step_and_one_micro_batch_is_enlarged():
+    derivation = derive(load("8b-zero3").spec)
+    sheet = timeline_sheet(derivation)
+    texts = [label.text for label in sheet.texts]
+    seconds = format_seconds(derivation.exact.step.seconds)
+    assert f"the step: 8 micro-batches and the update: {seconds}" in texts
+    assert any(text.startswith("micro-batch 1 of 0 to 7, and 5 more like it") for text in texts)
+    coarse = [box for box in sheet.rectangles if box.height == 20.0][: 2 * 8 + 1]
+    assert [box.colour for box in coarse] == ["#56b4e9", "#e8d020"] * 8 + ["#009e73"]

@@ -227,25 +227,37 @@ def points() -> list[SweepPoint]:
 def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_rejected():
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
-    assert "usable memory 74.12 GiB" in words and "refused" in words
+    assert "usable memory 74.12 GiB" in words and "rejected" in words
     assert any(", fits, " in text for text in words)
     assert any(", does not fit, " in text for text in words)
-    ticks = [box for box in sheet.rectangles if box.width == 2.0 and box.height > 14]
-    line = next(box for box in sheet.rectangles if box.width == 1)
-    assert len(ticks) == 2 and ticks[0].x < line.x < ticks[1].x
+    ticks = [line.points[0][0] for line in sheet.lines if not line.dash]
+    (usable,) = {line.points[0][0] for line in sheet.lines if line.dash}
+    assert len(ticks) == 2 and ticks[0] < usable < ticks[1]
     assert all(label.left >= 0 and label.left + label.width <= sheet.width for label in sheet.texts)
 
 
 def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
     sheet = sweep_sheet(points())
-    tick, *_ = (box for box in sheet.rectangles if box.width == 2.0 and box.height > 14)
-    parts = [box for box in sheet.rectangles if box.height == 14.0 and box.y == tick.y + 1]
+    (end, top), _ = next(line.points for line in sheet.lines if not line.dash)
+    bars = [box for box in sheet.rectangles if box.edge_width == 0.6 and box.height == 13.0]
+    parts = [box for box in bars if box.y == top + 1]
     exact = points()[0].prediction.derivation.exact
     shares = [exact.bytes_of(state) / exact.peak_bytes() for state in PLACED]
     length = sum(part.width for part in parts)
     assert [part.width / length for part in parts[:4]] == pytest.approx(shares)
-    assert len(parts) == 5 and parts[-1].x + parts[-1].width == pytest.approx(tick.x + 1)
+    assert len(parts) == 5 and parts[-1].x + parts[-1].width == pytest.approx(end)
     assert {"parameters", "temporary", "peak"} <= {label.text for label in sheet.texts}
+
+
+def test_one_spec_has_a_bar_for_each_state_and_states_usable_memory_that_would_hide_them():
+    prediction = prediction_of(derive(load("zero3").spec), offer=False)
+    sheet = sweep_sheet([SweepPoint(label="zero3", prediction=prediction)])
+    words = [label.text for label in sheet.texts]
+    assert words[0] == "zero3: predicted peak per rank, by state"
+    assert any(text.endswith("times the peak: outside the picture") for text in words)
+    assert not any(line.dash for line in sheet.lines)
+    longest = max(box.width for box in sheet.rectangles if box.edge_width == 0.6)
+    assert longest > 0.4 * sheet.width
 
 
 def test_a_chart_goes_to_a_picture_or_is_rejected_before_anything_is_derived(capsys):
@@ -254,7 +266,6 @@ def test_a_chart_goes_to_a_picture_or_is_rejected_before_anything_is_derived(cap
 
 
 def test_a_chart_is_written(ptrain, tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "sweep.svg"
     text = ptrain("predict", "zero3", "batch.micro=1,2", "--chart", str(path))
     assert text.splitlines()[-3] == f"chart    {path}"

@@ -1,0 +1,336 @@
+"""One HTML page about specs and runs: the answers first, then pictures and tables of the figures.
+
+The page needs no network and no script. Each picture is drawn twice, for desktops and for phones;
+colours follow the screen, light or dark. Names that users choose are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from html import escape
+from typing import Any
+
+from ptrain.charts.figures import (
+    held_sheet,
+    mesh_sheet,
+    plan_sheets,
+    sources_sheet,
+    time_sheet,
+    traffic_sheet,
+    training_sheets,
+)
+from ptrain.charts.memory import course_sheet, sweep_sheet
+from ptrain.charts.schedule import timeline_sheet
+from ptrain.charts.sheet import NARROW, Sheet
+from ptrain.charts.svg import DARK_RULES, FONT, svg_text
+from ptrain.cost import Column, Estimate
+from ptrain.report.predict import Prediction, advice_lines, answer_line, prediction_screen
+from ptrain.report.record import verdict_line
+from ptrain.report.recorded import DecodedRecord
+from ptrain.report.simulation import MemoryHistory
+from ptrain.report.summary import training_summary
+from ptrain.report.sweep import SweepPoint, sweep_table
+
+_WIDE = 560.0  # points: a column of 747 pixels
+
+
+class Tone(StrEnum):
+    """The kind of an answer."""
+
+    GOOD = "good"
+    BAD = "bad"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The first thing to read about a spec or run: a headline, and lines that explain it."""
+
+    tone: Tone
+    headline: str
+    lines: Sequence[str] = ()
+    blocks: Sequence[str] = ()  # tables and logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A spec or a run, with everything that is known about it.
+
+    Attributes:
+        name: The name, as the user gave it.
+        prediction: The prediction of the spec. None: it could not be predicted.
+        why: The reason why there is no prediction.
+        is_run: True for a run.
+        record: The decoded result record of a finished run.
+        torch: The version of torch of the record.
+        rows: The rows of the metrics.
+        failures: The failed attempts, the last one last: `time` and `error`.
+        is_running: True if a process holds the lock of the run folder.
+        steps: The number of steps that the run should take.
+        checkpoints: The names of the complete checkpoints.
+        resume: The command that continues the run; empty if nothing was saved.
+        simulated: The simulated figures of a rank.
+        course: The simulated memory of that rank over a step.
+    """
+
+    name: str
+    prediction: Prediction | None = None
+    why: str = ""
+    is_run: bool = False
+    record: DecodedRecord | None = None
+    torch: str = ""
+    rows: Sequence[Mapping[str, Any]] = ()
+    failures: Sequence[Mapping[str, str]] = ()
+    is_running: bool = False
+    steps: int = 0
+    checkpoints: Sequence[str] = ()
+    resume: str = ""
+    simulated: Estimate | None = None
+    course: MemoryHistory | None = field(default=None, repr=False)
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a row of metrics; 0 without one."""
+        return max((row["step"] for row in self.rows if "loss" in row), default=0)
+
+
+def answer_of(subject: Subject) -> Answer:
+    """Return the answer about a subject: what failed, the verdict, or whether it fits."""
+    if not subject.is_run:
+        return _prediction_answer(subject)
+    progress = f"step {subject.last_step} of {subject.steps}"
+    if subject.record is not None:
+        return _record_answer(subject, subject.record)
+    if subject.is_running:
+        return Answer(tone=Tone.OPEN, headline=f"Running: {progress} is done")
+    if not subject.failures:
+        line = "The run has no result record: it was interrupted, or ended without a report."
+        return Answer(
+            tone=Tone.OPEN,
+            headline=f"Not finished: {progress} is done",
+            lines=[line, *_next(subject)],
+        )
+    return _failure_answer(subject, progress)
+
+
+def _failure_answer(subject: Subject, progress: str) -> Answer:
+    """Return the answer about a failed run: its cause, and how to continue."""
+    first, *rest = subject.failures[-1]["error"].splitlines()
+    cause = first.removeprefix("error: ")
+    memory = _MEMORY.search(first)
+    headline, lines, blocks = f"Failed after {progress}: {cause}", _next(subject), ["\n".join(rest)]
+    if memory and memory[0] != _KILLED:
+        headline, lines = f"Out of memory after {progress}", [cause, *lines]
+    if memory and subject.prediction is not None:
+        lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
+        blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]
+    return Answer(tone=Tone.BAD, headline=headline, lines=lines, blocks=blocks)
+
+
+def _next(subject: Subject) -> list[str]:
+    """Return how to continue a run."""
+    if subject.resume:
+        saved = subject.checkpoints[-1]
+        return [f"Continue from {saved}: {subject.resume}"]
+    return ["Nothing was saved: set checkpoint.every=N to be able to continue a run."]
+
+
+_KILLED = "SIGKILL"  # by a user, or by the kernel because memory ran out
+# Messages of CUDA's and the CPU's allocators, and of Python.
+_MEMORY = re.compile(
+    rf"out of memory|can't allocate memory|not enough memory|MemoryError|{_KILLED}"
+)
+
+
+def _prediction_answer(subject: Subject) -> Answer:
+    """Return the answer about a spec: whether it fits, and the changes with which it does."""
+    if subject.prediction is None:
+        return Answer(tone=Tone.OPEN, headline=f"Not predicted: {subject.why}")
+    fits = subject.prediction.fit.fits
+    tone = Tone.OPEN if fits is None else Tone.GOOD if fits else Tone.BAD
+    headline, *paces = answer_line(subject.prediction).split(" · ")
+    advice = "\n".join(advice_lines(subject.prediction)).strip()
+    return Answer(tone=tone, headline=headline, lines=[" · ".join(paces)], blocks=[advice])
+
+
+def _record_answer(subject: Subject, record: DecodedRecord) -> Answer:
+    """Return the answer about a finished run: its verdict, and the checks that fail."""
+    progress = f"{subject.last_step} of {subject.steps} steps"
+    if not record.checks:
+        return Answer(tone=Tone.OPEN, headline=f"Finished, no verdict: {progress}")
+    failing = [f"{check.name}: {check.why}" for check in record.checks if not check.holds]
+    line = verdict_line(record.checks, torch=subject.torch, untold=record.predicted.undefined)
+    return Answer(
+        tone=Tone.BAD if failing else Tone.GOOD,
+        headline=f"Finished {progress}; {line}",
+        lines=[f"fails: {text}" for text in failing[:8]],
+    )
+
+
+Draw = Callable[[float], Iterable[Sheet]]  # the pictures for a width in points
+
+
+def report_page(subjects: Sequence[Subject]) -> str:
+    """Return the page about specs and runs as HTML.
+
+    Args:
+        subjects: The specs and runs, at least one.
+    """
+    names = ", ".join(subject.name for subject in subjects)
+    parts = [f"<h1>{escape(names)}</h1>"]
+    parts += (_answer_html(subject) for subject in subjects)
+    if len(subjects) > 1:
+        parts += _comparison(subjects)
+    for subject in subjects:
+        parts += _subject_html(subject, has_title=len(subjects) > 1)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>ptrain report: {escape(names)}</title><style>{_STYLE}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _answer_html(subject: Subject) -> str:
+    """Return the answer about a subject."""
+    answer = answer_of(subject)
+    lines = "".join(f"<p>{escape(line)}</p>" for line in answer.lines if line)
+    blocks = "".join(f"<pre>{escape(block)}</pre>" for block in answer.blocks if block)
+    return (
+        f'<div class="answer {answer.tone}"><b>{escape(subject.name)}</b>'
+        f'<p class="headline">{escape(answer.headline)}</p>{lines}{blocks}</div>'
+    )
+
+
+def _comparison(subjects: Sequence[Subject]) -> Iterator[str]:
+    """Yield the parts of the page that compare several subjects."""
+    points = [
+        SweepPoint(label=subject.name, prediction=subject.prediction)
+        for subject in subjects
+        if subject.prediction is not None
+    ]
+    if len(points) > 1:
+        yield _section(
+            "Comparison", lambda width: [sweep_sheet(points, width)], sweep_table(points)
+        )
+    runs = {subject.name: subject.rows for subject in subjects if subject.rows}
+    if len(runs) > 1:
+        yield _section("Losses and throughput", lambda width: training_sheets(runs, width))
+
+
+def _subject_html(subject: Subject, *, has_title: bool) -> Iterator[str]:
+    """Yield the parts of the page about one subject."""
+    if has_title:
+        yield f"<h2>{escape(subject.name)}</h2>"
+    name = subject.name
+    if subject.rows:
+        yield _section("Training", lambda width: training_sheets({name: subject.rows}, width))
+    if subject.is_run:
+        yield f"<h3>Checkpoints and restarts</h3>{_history_html(subject)}"
+    yield from _record_html(subject)
+    if (prediction := subject.prediction) is None:
+        return
+    derivation, exact = prediction.derivation, prediction.derivation.exact
+    point = SweepPoint(label=name, prediction=prediction)
+    yield _section("Memory", lambda width: _memory_sheets(subject, point, width))
+    yield _section("Placement", lambda width: [mesh_sheet(derivation, width)])
+    if exact.traffic:
+        yield _section("Traffic", lambda width: [traffic_sheet(name, exact, width)])
+    if exact.step is not None:
+        yield _section(
+            "Time",
+            lambda width: [time_sheet(name, derivation, width), timeline_sheet(derivation, width)],
+        )
+    # As wide as their time or tokens, so they scroll.
+    drawn = (svg_text(sheet, is_file=False) for sheet in plan_sheets(derivation.plan))
+    if sheets := "".join(drawn):
+        yield f'<h3>Schedule and tokens</h3><div class="scroll">{sheets}</div>'
+    yield _details("All predicted figures", prediction_screen(prediction))
+
+
+def _memory_sheets(subject: Subject, point: SweepPoint, width: float) -> Iterator[Sheet]:
+    """Yield the pictures of memory: peak by state, and over a step if it was simulated."""
+    yield sweep_sheet([point], width)
+    if subject.course is not None and point.prediction is not None:
+        usable = point.prediction.fit.usable_memory
+        yield course_sheet(subject.course, subject.name, usable, width)
+        yield held_sheet(subject.name, subject.course, width)
+
+
+def _record_html(subject: Subject) -> Iterator[str]:
+    """Yield the predicted, simulated and measured figures of a run or of a simulated spec."""
+    sources: dict[str, Estimate] = {}
+    record = subject.record
+    if record is not None:
+        sources["predicted"] = record.predicted
+    elif subject.prediction is not None:
+        sources["predicted"] = subject.prediction.derivation.exact
+    if subject.simulated is not None:
+        sources["simulated"] = subject.simulated
+    measured = record.estimates.get(Column.MEASURED) if record else None
+    if measured is not None:
+        sources["measured"] = measured
+    if len(sources) < 2:
+        return
+    text = ""
+    if record is not None and measured is not None:
+        text = training_summary(
+            record.predicted,
+            measured,
+            record.checks,
+            torch=subject.torch,
+            wire=record.wire,
+            step_seconds=record.step_seconds,
+        )
+    title = ", ".join(sources).capitalize()
+    yield _section(title, lambda width: [sources_sheet(subject.name, sources, width)], text)
+
+
+def _history_html(subject: Subject) -> str:
+    """Return the checkpoints and the failed attempts of a run."""
+    saved = ", ".join(subject.checkpoints) or "none"
+    lines = [f"<p>Checkpoints: {escape(saved)}</p>"]
+    for failure in subject.failures:
+        lines.append(_details(f"Failed attempt of {failure['time']}", failure["error"]))
+    return "".join(lines) + "<p>No attempt failed.</p>" * (not subject.failures)
+
+
+def _section(title: str, draw: Draw, text: str = "") -> str:
+    """Return a section with pictures for both widths, and a table as text."""
+    pictures = (
+        f'<div class="{name}">{"".join(svg_text(sheet, is_file=False) for sheet in draw(width))}'
+        "</div>"
+        for name, width in (("wide", _WIDE), ("narrow", NARROW))
+    )
+    more = _details("The figures as text", text) if text else ""
+    return f"<h3>{escape(title)}</h3>{''.join(pictures)}{more}"
+
+
+def _details(summary: str, text: str) -> str:
+    """Return a part of the page that opens on demand."""
+    return f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>"
+
+
+_STYLE = (
+    ":root{--ink:#000;--paper:#fff;--muted:#555;--line:#ccc;--card:#f4f5f7}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#f2f4f6;--paper:#15181c;--muted:#b3bac2;"
+    f"--line:#4a5158;--card:#20252b}}{DARK_RULES}}}"
+    f"body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.45 {FONT}}}"
+    "main{max-width:747px;margin:0 auto;padding:16px}"
+    "h1{font-size:1.4rem;margin:0 0 12px;overflow-wrap:anywhere}"
+    "h2{font-size:1.25rem;margin:40px 0 0;border-top:1px solid var(--line);padding-top:16px;"
+    "overflow-wrap:anywhere}h3{font-size:1.05rem;margin:28px 0 4px}"
+    ".answer{background:var(--card);border-left:6px solid #e69f00;padding:10px 14px;"
+    "margin:0 0 12px;overflow-wrap:anywhere}"
+    ".good{border-color:#009e73}.bad{border-color:#d55e00}"
+    ".answer p{margin:4px 0}.headline{font-size:1.15rem;font-weight:600}"
+    "pre{overflow-x:auto;font:12px/1.4 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
+    "margin:8px 0}summary{cursor:pointer;color:var(--muted)}details{margin:6px 0}"
+    "svg.c{display:block;max-width:100%;height:auto}.scroll{overflow-x:auto}"
+    ".scroll svg.c{max-width:none}"
+    "@media(max-width:700px){.wide{display:none}}@media(min-width:700.02px){.narrow{display:none}}"
+)
