@@ -8,7 +8,7 @@ const args = ["--no-sandbox", "--no-first-run", ...quiet.map((name) => `--disabl
 const browser = await chromium.launch({ executablePath, args });
 const context = await browser.newContext({ viewport: { width: 390, height: 844 } }); // a phone
 const page = await context.newPage();
-page.setDefaultTimeout(240_000);
+page.setDefaultTimeout(120_000);
 const [requests, errors] = [[], []];
 context.on("request", (request) => requests.push(request.url()));
 page.on("pageerror", (error) => errors.push(String(error)));
@@ -26,15 +26,17 @@ result.capacity = await page.locator("#memory-picture .limit + text").textConten
 result.parts = await page.locator("#memory-picture rect").count();
 if (picture) await page.screenshot({ path: picture });
 
-// A key is completed, and its value is answered. `\nba` is typed at the end, which is a new line.
+// A key and its value are completed on a new line.
 const area = page.locator("textarea");
 await area.press("Control+End");
 await area.pressSequentially("overl");
 result.words = await page.locator(".words li b").allInnerTexts();
 await area.press("Enter");
+await area.pressSequentially("ba");
 await forget();
-await area.pressSequentially("true");
+await area.press("Tab");
 await answered();
+result.completed_state = await text("#state");
 result.completed = (await area.inputValue()).trimEnd().split("\n").at(-1);
 
 // An error is marked on its line while the old answer stays, and typing does not wait.

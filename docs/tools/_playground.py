@@ -23,9 +23,10 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend([str(ROOT), str(ROOT / "benchmarks")])
+sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from _machine import ROOT
 from _script import table
 
 from ptrain.cli.completion import keys_of_schema

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend([str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).parent)])
+sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parent))
 
 import _playground
 import _reference
+from _machine import ROOT
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Link, Navigation, Section
 
