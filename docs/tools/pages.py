@@ -12,7 +12,8 @@ The pages are README.md and those of `ptrain help`. A block starts with a commen
 - `<!-- excerpt: PAGE | COMMAND | PATTERN -->`: the lines of another page's output that match.
 
 `--check` exits with 1 if a block is out of date. It leaves out blocks that depend on the machine
-(`train`, `validate`, `verify`, `simulate`), on tests (`torchrun`) and on matplotlib (pictures).
+(`train`, `validate`, `verify`, `simulate`, `playground`), on tests (`torchrun`) and on matplotlib
+(pictures).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import _drawings
 import _methods
 import _modes
 import _pipelines
+import _playground
 import _rooms
 import _tables
 from _examples import printed, run
@@ -44,7 +46,14 @@ PAGES = ("README.md", *help.PAGES)
 BLOCK = re.compile(
     r"(<!-- (output|table|picture|excerpt): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 )
-MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
+MEASURED = (
+    "playground",
+    "ptrain train",
+    "ptrain validate",
+    "ptrain verify",
+    "ptrain simulate",
+    "torchrun",
+)
 PICTURES = "docs/images/"
 DRAWINGS = {**_modes.DRAWINGS, **_drawings.DRAWINGS}
 TABLES = {
@@ -52,6 +61,7 @@ TABLES = {
     **_axes.TABLES,
     **_methods.TABLES,
     **_pipelines.TABLES,
+    **_playground.TABLES,
     **_rooms.TABLES,
     **_tables.TABLES,
 }

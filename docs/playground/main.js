@@ -1,0 +1,158 @@
+// The page: asks the worker after each change, and shows the answers. The spec is in the link.
+import { Editor } from "./editor.js";
+import { memoryPicture, placementPicture, sheetPicture } from "./pictures.js";
+
+const PAUSE = 250; // ms after the last key, before the worker is asked
+const SEARCH_PAUSE = 1000; // a search takes seconds
+const at = (id) => document.getElementById(id);
+
+/** A worker that answers one question at a time; of the waiting ones only the newest is kept. */
+class Engine {
+  constructor(question, { isRestarted, show, watch }) {
+    Object.assign(this, { question, isRestarted, show, watch, id: 0, isBusy: false, next: null });
+  }
+
+  ask(text) {
+    if (this.isBusy && this.isRestarted) this.stop(); // its answer would come too late
+    if (this.isBusy) return void (this.next = text);
+    this.worker ??= this.start();
+    this.isBusy = true;
+    this.worker.postMessage({ id: ++this.id, question: this.question, text, columns: columns() });
+  }
+
+  start() {
+    const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    worker.onmessage = ({ data }) => {
+      if (data.progress) return this.watch?.(data.progress);
+      this.isBusy = false;
+      const next = this.next;
+      this.next = null;
+      if (next === null) this.show(data.result, data.seconds);
+      else this.ask(next);
+    };
+    worker.onerror = (event) => this.show({ faults: [{ place: "", finding: event.message || "the worker cannot start" }] });
+    return worker;
+  }
+
+  stop() {
+    this.worker.terminate();
+    Object.assign(this, { worker: null, isBusy: false, next: null });
+  }
+}
+
+const columns = () => Math.max(40, Math.floor((at("answers").clientWidth - 24) / 7.9));
+const contents = await fetch(new URL("./contents.json", import.meta.url)).then((reply) => reply.json());
+const predictor = new Engine("predict", { isRestarted: false, show: showPrediction });
+const searcher = new Engine("select", {
+  isRestarted: true,
+  show: showRanking,
+  watch: (progress) => (at("select").textContent = `Searching: ${progress} candidates derived …`),
+});
+let timer = 0;
+let searchTimer = 0;
+let latest = null;
+const editor = new Editor(at("editor"), contents.keys, () => {
+  clearTimeout(timer);
+  timer = setTimeout(changed, PAUSE);
+});
+
+function changed() {
+  history.replaceState(null, "", `#spec=${encodeURIComponent(editor.text)}`);
+  at("state").textContent = "…";
+  predictor.ask(editor.text);
+  search();
+}
+
+function search() {
+  clearTimeout(searchTimer);
+  if (at("select").hidden) return;
+  at("select").textContent = "Searching all placements; this takes up to a minute …";
+  searchTimer = setTimeout(() => searcher.ask(editor.text), SEARCH_PAUSE);
+}
+
+function showFaults(faults) {
+  editor.mark(faults.filter((fault) => fault.line));
+  at("faults").replaceChildren(
+    ...faults.map(({ line, place, finding, remedy }) => {
+      const item = document.createElement("li");
+      const where = [line && `line ${line}`, place].filter(Boolean).join(": ");
+      item.textContent = [where, finding].filter(Boolean).join(": ");
+      if (remedy) item.append(Object.assign(document.createElement("p"), { textContent: remedy }));
+      return item;
+    }),
+  );
+}
+
+function showPrediction(result, seconds) {
+  document.body.dataset.seconds = seconds; // for check.mjs
+  showFaults(result.faults ?? []);
+  document.body.classList.toggle("old", Boolean(result.faults));
+  if (result.faults) return void (at("state").textContent = "This spec has errors.");
+  latest = result;
+  const [title, verdict] = result.headline;
+  at("state").replaceChildren(Object.assign(document.createElement("b"), { textContent: verdict }), ` ${title}`);
+  at("state").dataset.fits = String(result.memory.fits);
+  for (const name of ["predict", "plan"]) at(`${name}-text`).textContent = result[name];
+  at("sheets").replaceChildren(...result.sheets.map(sheetPicture));
+  draw();
+}
+
+function draw() {
+  if (!latest) return;
+  const { memory, placement } = latest;
+  const width = Math.min(at("answers").clientWidth - 24, 900);
+  at("memory-picture").replaceChildren(memoryPicture(memory, width));
+  at("legend").replaceChildren(
+    ...memory.parts.map((part) => {
+      const row = document.createElement("li");
+      row.style.setProperty("--colour", part.colour);
+      row.append(part.name, Object.assign(document.createElement("b"), { textContent: part.text }));
+      return row;
+    }),
+  );
+  at("placement-picture").replaceChildren(placementPicture(placement, width));
+  const names = ["parameters", "optimizer", "gradients", "activations"];
+  const cells = (kind, words) => words.map((text) => Object.assign(document.createElement(kind), { textContent: text }));
+  const row = (kind, words) => {
+    const line = document.createElement("tr");
+    line.append(...cells(kind, words));
+    return line;
+  };
+  at("modes").replaceChildren(
+    row("th", ["axis", ...names]),
+    ...placement.axes.map((axis) => row("td", [`${axis.axis} ${axis.degree}`, ...names.map((name) => axis.modes[name])])),
+  );
+}
+
+function showRanking(result) {
+  at("select").textContent = result.select ?? "Correct the errors first, or add a cluster to search.";
+  if (result.faults) at("select").textContent = result.faults.map((fault) => `${fault.place}: ${fault.finding}\n${fault.remedy}`).join("\n");
+}
+
+function openTab(name) {
+  for (const tab of document.querySelectorAll("[role=tab]")) {
+    const isOpen = tab.dataset.panel === name;
+    tab.ariaSelected = String(isOpen);
+    at(tab.dataset.panel).hidden = !isOpen;
+  }
+  draw();
+  search();
+}
+
+function textOfLink() {
+  const [, text] = /^#spec=(.*)$/.exec(location.hash) ?? [];
+  return text === undefined ? contents.specs[contents.first] : decodeURIComponent(text);
+}
+
+at("examples").append(...Object.keys(contents.specs).map((name) => new Option(name)));
+at("examples").value = contents.first;
+at("examples").addEventListener("change", ({ target }) => (editor.text = contents.specs[target.value]));
+at("link").addEventListener("click", async () => {
+  await navigator.clipboard.writeText(location.href);
+  at("link").textContent = "Copied";
+  setTimeout(() => (at("link").textContent = "Copy link"), 1500);
+});
+at("tabs").addEventListener("click", ({ target }) => target.dataset.panel && openTab(target.dataset.panel));
+addEventListener("hashchange", () => textOfLink() !== editor.text && (editor.text = textOfLink()));
+new ResizeObserver(draw).observe(at("answers"));
+editor.text = textOfLink();
