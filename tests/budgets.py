@@ -24,9 +24,9 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51470,
+    "ptrain": 51420,
     "ptrain/activations": 410,
-    "ptrain/algebra": 280,
+    "ptrain/algebra": 190,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
     "ptrain/axes/data": 2260,
@@ -40,16 +40,16 @@ BUDGETS: dict[str, int] = {
     "ptrain/data": 1060,
     "ptrain/derivation": 4930,
     "ptrain/facts": 820,
-    "ptrain/internals": 480,
+    "ptrain/internals": 460,
     "ptrain/interpreter": 1080,
     "ptrain/meters": 1470,
-    "ptrain/models": 5120,
+    "ptrain/models": 5130,
     "ptrain/optimizers": 500,
     "ptrain/plan": 500,
     "ptrain/rates": 370,
     "ptrain/report": 2430,
     "ptrain/runtime": 1000,
-    "ptrain/selection": 2680,
+    "ptrain/selection": 2750,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4090,
     "ptrain/steps": 470,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3100,
     "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 48  # modules that exactly one other imports
-SMALL_MODULES = 38  # modules with fewer lines than SMALL
+ONE_IMPORTER = 42  # modules that exactly one other imports
+SMALL_MODULES = 36  # modules with fewer lines than SMALL
 # end
 
 
