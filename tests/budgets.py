@@ -24,9 +24,9 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51420,
+    "ptrain": 51410,
     "ptrain/activations": 410,
-    "ptrain/algebra": 190,
+    "ptrain/algebra": 140,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
     "ptrain/axes/data": 2260,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1790,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4930,
+    "ptrain/derivation": 4970,
     "ptrain/facts": 820,
     "ptrain/internals": 460,
     "ptrain/interpreter": 1080,
@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3100,
     "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 42  # modules that exactly one other imports
+ONE_IMPORTER = 41  # modules that exactly one other imports
 SMALL_MODULES = 36  # modules with fewer lines than SMALL
 # end
 
