@@ -47,7 +47,7 @@ DTYPE_PLACES = {
 }
 GROUP_WORDS = ("axes", "over", "group")  # keywords that name the group
 LESS = "exclude_axes"  # the function that removes axes from others
-RELEASES = ("drop", "release", "forget_working", "_close", "free", "free_storage")
+RELEASES = ("drop", "release", "_drop_buffer", "free", "free_storage")
 NOTHING = "nothing"  # an empty tensor, put where a full one was
 TRAINING_STATES = ("PARAMETERS", "OPTIMIZER", "GRADIENTS", "ACTIVATIONS")
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Expr, ast.Return)

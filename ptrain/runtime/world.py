@@ -55,7 +55,6 @@ class World:
     Attributes:
         rank: The global rank.
         size: Number of ranks.
-        local_rank: The rank within this node.
         device: The rank's device.
         backend: `gloo`, `nccl`, `fake`, or `none` for a single process without a group.
         owns_group: `close` destroys the process group.
@@ -65,7 +64,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     owns_group: bool = False
@@ -97,7 +95,6 @@ class World:
             return cls(
                 rank=rank,
                 size=dist.get_world_size(),
-                local_rank=local_rank,
                 device=_choose_device(device, local_rank, _num_local(os.environ, local_rank)),
                 backend=dist.get_backend(),
                 timeout=timeout,
@@ -117,7 +114,6 @@ class World:
         return cls(
             rank=ranks["RANK"],
             size=ranks["WORLD_SIZE"],
-            local_rank=ranks["LOCAL_RANK"],
             device=chosen,
             backend=backend,
             owns_group=True,

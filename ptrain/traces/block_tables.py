@@ -311,12 +311,16 @@ def with_layers(setting: Setting, layers: int, attention: Attention = Attention.
     return replace(setting, shape=replace(setting.shape, attention=attention, layers=layers))
 
 
-class PassTable:
-    """A table of passes under construction."""
+class TableBuilder:
+    """A table of one setting under construction."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
+
+
+class PassTable(TableBuilder):
+    """A table of passes under construction."""
 
     def build(self, several: int = FEW) -> dict[str, object]:
         """Return the table as JSON.
@@ -390,12 +394,8 @@ LAYERS = 4  # the first, two that repeat, and the last
 Did = TypeVar("Did")
 
 
-class BlockTable:
+class BlockTable(TableBuilder):
     """A table of blocks under construction; events and computation come from the same traces."""
-
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
-        self.setting, self.mesh = setting, mesh
-        self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. Backward halves are stored for plain blocks only."""

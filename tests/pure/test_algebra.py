@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.algebra.compose import IDENTITY, Product, compose, compose_factors, factor_product
 from ptrain.cost import PLACED, State
 from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.ghosts.wrapping import by_shard
+from ptrain.derivation.paper import IDENTITY, Product, compose, compose_factors, factor_product
 from ptrain.plan.lower import lower
 from ptrain.spec.placement import MODES, Axis, Distribution, Factor, Mode, Placement, S, Tier
 from tests.pure.build import GATHERED, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of

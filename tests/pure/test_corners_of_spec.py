@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.compose import compose, factor_product
 from ptrain.algebra.legality import BYTE_VOCAB, RULES, UNSUPPORTED_RULES, check
 from ptrain.cost import State
+from ptrain.derivation.paper import compose, factor_product
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
 from ptrain.spec.check import schema, validate

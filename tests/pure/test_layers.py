@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 
+from ptrain.spec.job import OPTIMIZERS
+from ptrain.steps.wraps import WrapStep
 from tests import budgets
 from tests.source_tree import SourceTree
 
@@ -284,9 +286,16 @@ def test_the_program_names_no_axis_and_no_optimizer():
     text = (PACKAGE / "interpreter" / "program.py").read_text(encoding="utf-8")
     axes = r"\b(dp_replicate|dp_shard|tp|pp|cp|ep|Axis|\w+_AXES)\b|plan\.(tensor|pipeline|keep)\b"
     assert not re.search(axes, text)
-    assert not re.search(
-        r"\b(muon|adamw|sgd|StagedModel|LocalStage|PipelinedPasses|isinstance\(plan)\b", text
-    )
+    assert not re.search(rf"\b({'|'.join(OPTIMIZERS)}|isinstance\(plan)\b", text)
+    of_axes = {
+        node.name
+        for module in MODULES
+        if ".axes." in module
+        for node in nodes(MODULES[module], ast.ClassDef)
+    }
+    assert {"StagedModel", "LocalStage", "PipelinedPasses", "FlatWrap"} <= of_axes
+    read = ast.walk(SOURCES.parsed(PACKAGE / "interpreter" / "program.py"))
+    assert not of_axes & {node.id for node in read if isinstance(node, ast.Name)}
     named = {name for name in imports("ptrain.interpreter.program") if ".axes." in name}
     assert named == {"ptrain.axes.data.run.target"}, "the type of what it exports"
 
@@ -300,7 +309,8 @@ KNOW_WRAPS = re.compile(
 
 @of_all(sorted(MODULES))
 def test_a_wrap_answers_by_its_interface_alone(module):
-    kinds = {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"}
+    kinds = {kind.__name__ for kind in WrapStep.__subclasses__()}
+    assert {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"} <= kinds
     if KNOW_WRAPS.fullmatch(module):
         return
     for node in nodes(MODULES[module], ast.ImportFrom):

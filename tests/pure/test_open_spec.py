@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import is_sound
-from ptrain.algebra.open_spec import Memo, OpenSpec
 from ptrain.axes.data.candidates import is_left_out
 from ptrain.selection.job import searched_job
 from ptrain.selection.space import (
     THROUGH,
     WITHIN,
     Legality,
+    Memo,
+    OpenSpec,
     Through,
     data_choices,
     pipelines,

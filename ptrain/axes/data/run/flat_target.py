@@ -237,7 +237,19 @@ class FlatFrozen(FlatTensors):
         self.parameters = Parameters(members, cuts, step, layout)
 
 
-class FlatTarget(ShardTarget[torch.Tensor]):
+class _UnitInBuffer:
+    """A target that exports and loads the parameters of a flat unit."""
+
+    unit: FlatState | FlatFrozen
+
+    def export(self) -> Named:
+        return self.unit.export(self.unit.parameters)
+
+    def load(self, named: Named) -> None:
+        self.unit.load(self.unit.parameters, named)
+
+
+class FlatTarget(_UnitInBuffer, ShardTarget[torch.Tensor]):
     """The target of one unit: its shard over the axes of the update."""
 
     unit: FlatState
@@ -267,20 +279,15 @@ class FlatTarget(ShardTarget[torch.Tensor]):
             return first
         return self.unit.join(named, self.unit.step.optimizer)
 
-    def export(self) -> Named:
-        return self.unit.export(self.unit.parameters)
 
-    def load(self, named: Named) -> None:
-        self.unit.load(self.unit.parameters, named)
-
-
-class FrozenTarget:
+class FrozenTarget(_UnitInBuffer):
     """The target of a unit's frozen parameters, which is never updated."""
 
     is_frozen = True
     is_in_place = False
     owns_master = False
     gradient = None
+    unit: FlatFrozen
 
     def __init__(self, unit: FlatFrozen) -> None:
         self.unit = unit
@@ -311,12 +318,6 @@ class FrozenTarget:
 
     def named_tensors(self, part: torch.Tensor) -> Named:
         return self.unit.split(part, self.unit.parameters.cut)
-
-    def export(self) -> Named:
-        return self.unit.export(self.unit.parameters)
-
-    def load(self, named: Named) -> None:
-        self.unit.load(self.unit.parameters, named)
 
 
 class FlatTensorTarget(TensorTarget[torch.Tensor]):
