@@ -53,6 +53,7 @@ from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
+from ptrain.optimizers.groups import require_matches
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
@@ -188,6 +189,7 @@ def _estimate_legal(
     plan = lower(spec, facts)
     spec = plan.spec
     require_executed(spec, plan, facts)
+    require_matches(spec.optimizer, facts)
     estimate = of_step(spec, plan, facts, machine)
     estimate = replace(
         estimate,

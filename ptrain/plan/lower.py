@@ -34,6 +34,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
+from ptrain.optimizers.groups import describe_groups
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Fusions, Roles, Tier
 from ptrain.spec.precision import Matmul
@@ -120,6 +121,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         optimizer=spec.optimizer.name,
         layout=layout,
         scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
+        groups="" if spec.optimizer.is_uniform else describe_groups(spec.optimizer),
     )
     steps = (
         mesh,

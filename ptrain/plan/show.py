@@ -279,8 +279,10 @@ def _update_text(step: Update) -> str:
     over = f" over {_axes_text(step.scale_axes)}" if step.scale_axes else ""
     scaled = f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
     layout = step.layout
+    groups = f"; {step.groups}" * bool(step.groups)
     return (
-        f"update with {step.optimizer}{rest}, {_layout_text(layout)}{scaled * layout.scales_loss}"
+        f"update with {step.optimizer}{rest}, {_layout_text(layout)}{groups}"
+        f"{scaled * layout.scales_loss}"
     )
 
 

@@ -397,11 +397,13 @@ class Clip(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(PlanStep):
     """The optimizer step on the local shards, or on their master copies. `scale_axes` are the axes
-    along which the gradients of a scaled loss are checked for overflow."""
+    along which the gradients of a scaled loss are checked for overflow. `groups` describes the
+    parameters with other hyperparameters; empty if there are none."""
 
     optimizer: str
     layout: Layout
     scale_axes: tuple[Axis, ...] = ()
+    groups: str = ""
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel

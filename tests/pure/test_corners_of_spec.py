@@ -367,7 +367,7 @@ NAMED = {
     "GPUs multiply fp8": "Definition 5",
 }
 WAITING = """replicas are outside shards;
-    muon does not support experts; flash attention accepts no mask;
+    muon does not support experts; groups have equal state in flat units; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;
