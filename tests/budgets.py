@@ -24,9 +24,9 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51760,
+    "ptrain": 51820,
     "ptrain/activations": 410,
-    "ptrain/algebra": 280,
+    "ptrain/algebra": 290,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
     "ptrain/axes/data": 2300,
@@ -43,7 +43,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/internals": 480,
     "ptrain/interpreter": 1080,
     "ptrain/meters": 1470,
-    "ptrain/models": 5120,
+    "ptrain/models": 5140,
     "ptrain/optimizers": 630,
     "ptrain/plan": 510,
     "ptrain/rates": 370,
@@ -54,7 +54,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/spec": 4180,
     "ptrain/steps": 470,
     "ptrain/traces": 2190,
-    "ptrain/train": 3100,
+    "ptrain/train": 3110,
     "ptrain/verification": 6110,
 }
 ONE_IMPORTER = 48  # modules that exactly one other imports

@@ -373,7 +373,7 @@ def _is_fp8_derived(spec: Spec) -> bool:
     """Return True if the times of fp8 products are derived from measured bf16 products."""
     rates = spec.cluster.rates if spec.cluster else None
     is_measured = rates is not None and any(row.key[0] is DType.FP8 for row in rates.products)
-    return spec.precision.matmul is not Matmul.NONE and not is_measured
+    return spec.precision.matmul.is_fp8 and not is_measured
 
 
 def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:

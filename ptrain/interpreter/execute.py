@@ -33,9 +33,9 @@ from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelP
 from ptrain.interpreter.look import ModuleFiller
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, SequentialRunner, StepLoss
 from ptrain.models.compiled import compile_blocks
-from ptrain.models.float8 import require_fp8_device, use_float8
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.products import change_products, require_fp8_device
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.groups import TargetRules, rule_of
@@ -173,8 +173,9 @@ def _keep_less(step: Keep, piece: ModelPart, rank: Construction) -> None:
 def _quantize(step: Quantize, piece: ModelPart, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "units are already wrapped, with other linear layers")
     dtype = TORCH_DTYPES[rank.spec.precision.effective_layout.parameters]
-    require_fp8_device(rank.world.device, dtype, step.recipe)
-    use_float8(piece.module, step.linears, step.recipe)
+    if step.recipe.is_fp8:
+        require_fp8_device(rank.world.device, dtype, step.recipe)
+    change_products(piece.module, step)
 
 
 def _require_compiler(rank: Construction) -> None:

@@ -271,10 +271,13 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
 def _make_quantize(spec: Spec) -> Quantize | None:
     if spec.precision.matmul is Matmul.NONE or not isinstance(spec.model, ModelShape):
         return None
+    if spec.precision.matmul is Matmul.AUTOCAST:
+        blocks = tuple(f"blocks.{layer}" for layer in range(spec.model.layers))
+        return Quantize(recipe=Matmul.AUTOCAST, modules=(*blocks, "head"), left_out=())
     products = products_of(spec.model)
     return Quantize(
         recipe=spec.precision.matmul,
-        linears=products.scaled,
+        modules=products.scaled,
         left_out=tuple(products.left_out.items()),
     )
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split, read_batch
 from ptrain.facts.float8 import products_of
-from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
 from ptrain.models.modes import seed_of_step
 from ptrain.models.moe import Gate, scale_losses, weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of
+from ptrain.models.products import use_float8
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.groups import rule_of
@@ -297,7 +297,10 @@ class ReferenceTraining:
         for micro_batch in self.micro_batches(step):
             if micro_batch.k == 0:
                 torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
-            loss = micro_batch.loss(self.objective, self.module)
+            # One context around model and loss, as a loop has; a program has one for each block.
+            is_cast = self.spec.precision.matmul is Matmul.AUTOCAST
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+                loss = micro_batch.loss(self.objective, self.module)
             (loss * self.updater.scale).backward()
             total += loss.item()
             for name, parameter in self.module.named_parameters():
@@ -368,7 +371,7 @@ def _build_module(spec: Spec) -> nn.Module:
     else:
         read_module_weights(module, spec.model.pretrained)
     cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
-    if isinstance(spec.model, ModelShape) and spec.precision.matmul is not Matmul.NONE:
+    if isinstance(spec.model, ModelShape) and spec.precision.matmul.is_fp8:
         use_float8(module, products_of(spec.model).scaled, spec.precision.matmul)
     weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
