@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from ptrain.activations import rules as activations
+from ptrain.algebra import products
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.rules import EXPERT
@@ -21,13 +22,11 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.rules import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
-from ptrain.facts.float8 import MULTIPLE, products_of
 from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, ModelShape
-from ptrain.spec.placement import Axis, Factor
-from ptrain.spec.precision import FP8_CAPABILITY, DType, Matmul
+from ptrain.spec.placement import Factor
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
@@ -35,8 +34,6 @@ BYTE_VOCAB = 259  # 256 bytes and three special tokens
 # An optimizer that accepts every tuple. On an axis of one rank nothing is sharded, so that a spec
 # may keep a tuple there that its optimizer would not accept on several ranks.
 _ANY_TUPLE_OPTIMIZER = OptimizerSpec(name="sgd")
-_MATMUL = "precision.matmul"
-_NO_FP8 = f"Use `{_MATMUL}=none`."
 FaultsOf = Callable[[Spec], Iterable[Fault]]
 
 
@@ -259,83 +256,6 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _fp8_alignment_faults(spec: Spec) -> Iterator[Fault]:
-    if spec.precision.matmul is Matmul.NONE or not isinstance(spec.model, ModelShape):
-        return
-    # The products of the backward pass contract over the tokens, which torch._scaled_mm needs
-    # aligned too.
-    tokens = spec.batch.micro * spec.batch.sequence
-    if tokens % MULTIPLE:
-        yield Fault(
-            place="batch.sequence",
-            finding=(
-                f"{spec.precision.matmul} products need micro-batches of a multiple of {MULTIPLE} "
-                f"tokens, not {spec.batch.micro} x {spec.batch.sequence} = {tokens}"
-            ),
-            remedy=f"Use `batch.sequence={-(-spec.batch.sequence // MULTIPLE) * MULTIPLE}`.",
-        )
-    if not products_of(spec.model).scaled:
-        yield Fault(
-            place=_MATMUL,
-            finding=f"no linear layer has dimensions that are multiples of {MULTIPLE}",
-            remedy=_NO_FP8,
-        )
-
-
-def _fp8_capability_faults(spec: Spec) -> Iterator[Fault]:
-    if spec.precision.matmul is Matmul.NONE or not spec.is_for_cuda:
-        return
-    if spec.cluster is not None and spec.sm is None:
-        yield Fault(
-            place=_MATMUL,
-            finding="the cluster states no compute capability, as AMD's GPUs have none",
-            remedy=f"State `cluster.sm`, or use `{_MATMUL}=none`.",
-        )
-    if spec.sm is not None and spec.sm < FP8_CAPABILITY:
-        yield Fault(
-            place=_MATMUL,
-            finding=(
-                f"fp8 products need a compute capability of {FP8_CAPABILITY} or more, the "
-                f"cluster has {spec.sm}"
-            ),
-            remedy=_NO_FP8,
-        )
-    dtype = spec.precision.effective_layout.parameters
-    # torch._scaled_mm with scales by row returns only bf16 on CUDA. fp64 is the emulation of
-    # equality tests.
-    if spec.precision.matmul is Matmul.ROWWISE and dtype not in (DType.BF16, DType.FP64):
-        yield Fault(
-            place=_MATMUL,
-            finding=f"CUDA's {Matmul.ROWWISE} products return bf16, the parameters are {dtype}",
-            remedy=f"Use `precision.parameters=bf16`, or `{_MATMUL}={Matmul.TENSORWISE}`.",
-        )
-
-
-def _fp8_unsupported_faults(spec: Spec) -> Iterator[Fault]:
-    """Reject fp8 products whose scales would differ from a single device's.
-
-    A scale depends on all elements that it is computed from. Data ranks and pipeline stages compute
-    them from the full matrices of their micro-batches, as a single device does. Ranks with shards
-    of a matrix, over tp, or of the tokens, over cp, would scale each shard differently.
-    """
-    own = spec.precision.matmul
-    if own is Matmul.NONE:
-        return
-    conditions = {
-        "a model that is not built in": not isinstance(spec.model, ModelShape),
-        "tp, whose ranks would scale shards of a matrix differently": spec.degree(Axis.TP) > 1,
-        "cp, whose ranks would scale slices of the tokens differently": spec.has_token_slices,
-        f"{spec.pipeline.schedule}, which computes the halves of a backward pass separately": (
-            spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
-        ),
-    }
-    for what, is_met in conditions.items():
-        if is_met:
-            yield Fault(
-                place=_MATMUL, finding=f"not supported yet: {own} with {what}", remedy=_NO_FP8
-            )
-
-
 _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
     SpecRule(
@@ -377,8 +297,7 @@ SPEC_RULES = (
     *TENSOR_DIALS,
     *PIPELINE_DIALS,
     *activations.RULES,
-    SpecRule(name="fp8 products are aligned", theorem="Definition 1", faults=_fp8_alignment_faults),
-    SpecRule(name="GPUs multiply fp8", theorem="Definition 5", faults=_fp8_capability_faults),
+    *products.RULES,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
     *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # packages share some rules
@@ -387,7 +306,7 @@ RULES: tuple[TupleRule | SpecRule, ...] = (
 UNSUPPORTED_RULES: tuple[SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.unsupported),
     *activations.NOT_YET,
-    SpecRule(name="an fp8 scale is of a full matrix", theorem="", faults=_fp8_unsupported_faults),
+    *products.NOT_YET,
 )
 LEGALITY_CHECKS: tuple[FaultsOf, ...] = (
     *(partial(_tuple_faults, room) for room in ROOMS),

@@ -53,6 +53,7 @@ from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
+from ptrain.optimizers.groups import require_matches
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
@@ -188,6 +189,7 @@ def _estimate_legal(
     plan = lower(spec, facts)
     spec = plan.spec
     require_executed(spec, plan, facts)
+    require_matches(spec.optimizer, facts)
     estimate = of_step(spec, plan, facts, machine)
     estimate = replace(
         estimate,
@@ -371,7 +373,7 @@ def _is_fp8_derived(spec: Spec) -> bool:
     """Return True if the times of fp8 products are derived from measured bf16 products."""
     rates = spec.cluster.rates if spec.cluster else None
     is_measured = rates is not None and any(row.key[0] is DType.FP8 for row in rates.products)
-    return spec.precision.matmul is not Matmul.NONE and not is_measured
+    return spec.precision.matmul.is_fp8 and not is_measured
 
 
 def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:

@@ -22,6 +22,7 @@ from ptrain.derivation.ghosts import wrapping
 from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
+from ptrain.optimizers.groups import TargetRules, rules_of_unit
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.runtime.ghost import EventReceiver, Ghost, GhostRuntime, Storage
 from ptrain.spec.cluster import Hook, OperatorKind
@@ -357,10 +358,13 @@ class Flat(Wrap):
         groups: list[list[Target[Ghost]]] = [
             [ShardTarget(state) for state in own] for own in states
         ]
-        hidden = [[False] * len(own) for own in states]
+        by_unit = [rules_of_unit(optimizer, unit) for unit in self.used]
+        target_rules: list[TargetRules] = [
+            [own] * len(of_unit) for own, of_unit in zip(by_unit, states, strict=True)
+        ]
         # Muon orthogonalizes matrices, so it needs tensors in full. Elementwise rules update a
         # shard as one flat tensor.
-        if not optimizer.properties.is_elementwise:
+        if not optimizer.is_elementwise:
             updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
                 [
@@ -370,9 +374,9 @@ class Flat(Wrap):
                 ]
                 for own in updates
             ]
-            hidden = [[unit.is_hidden(tensor) for tensor in unit.trained] for unit in self.used]
+            target_rules = [[(rule,) for rule in own] for own in by_unit]
         rules = GhostOptimizerFactory(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
-        update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
+        update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, target_rules)
         update.repeat = self._repeat
         if self.step.consumed:
             self.units.consume_with(lambda index: update.step_group(index, 0.0))

@@ -259,6 +259,7 @@ _NOT_CONFIRMED = (
     "H100 (sm 90), for unsharded built-in models"
 )
 _FP8 = "the workspaces of fp8 products have not been measured on a GPU"
+_AUTOCAST = "torch.autocast has not been measured on a GPU"
 _PROGRAMS = "compiled programs are CPU programs, and a GPU's may fuse other operators"
 _H100 = 90  # compute capability
 
@@ -277,8 +278,10 @@ def unclaimed_figures(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     # Other reasons come after these two, since a search may rank by peaks that only lack
     # measurements of programs (`takes_peak_of`).
     reasons: dict[str, str] = {}
-    if spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
+    if spec.is_for_cuda and spec.precision.matmul.is_fp8:
         reasons = {"peak": _FP8}
+    if spec.is_for_cuda and spec.precision.matmul is Matmul.AUTOCAST:
+        reasons = {"activations": _AUTOCAST, "peak": _AUTOCAST}
     if spec.is_for_cuda and spec.compile is not Compiled.NONE:
         reasons = {"activations": _PROGRAMS, "peak": _PROGRAMS}
     reasons |= of_offloaded
@@ -295,7 +298,9 @@ def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
     The peak must be claimed, or be unclaimed only because attention over cp, fp8 products or
     compiled blocks were not measured on a GPU.
     """
-    return unclaimed_figures(spec, facts).get("peak", "") in ("", _OVER_CONTEXT, _FP8, _PROGRAMS)
+    return unclaimed_figures(spec, facts).get("peak", "") in (
+        *("", _OVER_CONTEXT, _FP8, _AUTOCAST, _PROGRAMS),
+    )
 
 
 def _is_confirmed(spec: Spec) -> bool:

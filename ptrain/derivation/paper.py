@@ -45,8 +45,10 @@ from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage, is_within
-from ptrain.optimizers.update import moment_names, optimizer_itemsize, rule_of
+from ptrain.optimizers.groups import rules_of_unit, uniform_rule
+from ptrain.optimizers.update import moment_names, optimizer_itemsize
 from ptrain.spec.dials import GradientSync
+from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.placement import (
     DATA_AXES,
     OFFLOADED,
@@ -318,25 +320,27 @@ def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterat
 
 
 def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
+    """Yield a note if the optimizer keeps other moments for some tensors than the theorems' |Ω|
     counts."""
-    if spec.optimizer.properties.is_elementwise:
+    if len(spec.optimizer.names) == 1 and spec.optimizer.is_elementwise:
         return
-    layout = plan.update.layout
-    usual, fewer = (
-        len(moment_names(rule_of(spec.optimizer, hidden), spec.optimizer))
-        for hidden in (False, True)
-    )
-    hidden = sum(
-        tensor.numel for unit in facts.units for tensor in unit.tensors if unit.is_hidden(tensor)
-    )
-    if hidden:
-        size = hidden * (usual - fewer) * layout.moments.itemsize
-        yield (
-            f"{spec.optimizer.name} stores {fewer} moment per element of block matrices "
-            f"({hidden:,} of {facts.numel:,} elements), but |Ω| of the theorems has {usual} "
-            f"per element: {format_bytes(size)} less in total"
-        )
+    rule = uniform_rule(spec.optimizer)
+    usual = len(moment_names(rule.name, rule.hyper))
+    elements: dict[tuple[str, int], int] = {}
+    for unit in facts.units:
+        for tensor, own in zip(unit.trained, rules_of_unit(spec.optimizer, unit), strict=True):
+            kind = own.name, len(moment_names(own.name, own.hyper))
+            elements[kind] = elements.get(kind, 0) + tensor.numel
+    for (name, moments), numel in elements.items():
+        if moments != usual:
+            size = abs(usual - moments) * numel * plan.update.layout.moments.itemsize
+            sign = "less" if moments < usual else "more"
+            where = "block matrices" if OPTIMIZERS[name].remainder else "its parameters"
+            yield (
+                f"{name} stores {moments} moment{'s' * (moments != 1)} per element of {where} "
+                f"({numel:,} of {facts.numel:,} elements), but |Ω| of the theorems has {usual} "
+                f"per element: {format_bytes(size)} {sign} in total"
+            )
 
 
 _COPIES = {

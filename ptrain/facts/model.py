@@ -487,10 +487,6 @@ class UnitFacts:
         """True for the unit of all tensors that no other unit has."""
         return self.modules == ("",)
 
-    def is_hidden(self, tensor: TensorFacts) -> bool:
-        """Return True if a tensor is a matrix inside the model, not an embedding or a head."""
-        return len(tensor.shape) == 2 and not self.is_root
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:

@@ -6,7 +6,7 @@ executor whose step cannot run at its place in the plan rejects it; steps are ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,8 @@ from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.data.form import require_any
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.data.run.flat_target import names_of
+from ptrain.axes.data.run.target import stored_part
 from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.tensor.run.apply import (
     FusedOrder,
@@ -31,11 +33,12 @@ from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelP
 from ptrain.interpreter.look import ModuleFiller
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, SequentialRunner, StepLoss
 from ptrain.models.compiled import compile_blocks
-from ptrain.models.float8 import require_fp8_device, use_float8
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.products import change_products, require_fp8_device
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import TorchOptimizerFactory
+from ptrain.optimizers.groups import TargetRules, rule_of
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.torch import Tiers, TorchRuntime
@@ -170,8 +173,9 @@ def _keep_less(step: Keep, piece: ModelPart, rank: Construction) -> None:
 def _quantize(step: Quantize, piece: ModelPart, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "units are already wrapped, with other linear layers")
     dtype = TORCH_DTYPES[rank.spec.precision.effective_layout.parameters]
-    require_fp8_device(rank.world.device, dtype, step.recipe)
-    use_float8(piece.module, step.linears, step.recipe)
+    if step.recipe.is_fp8:
+        require_fp8_device(rank.world.device, dtype, step.recipe)
+    change_products(piece.module, step)
 
 
 def _require_compiler(rank: Construction) -> None:
@@ -251,11 +255,10 @@ def _update(step: Update, rank: Construction) -> None:
         rank.is_wrapped and rank.passes_of is not None, step, "no step before it computes gradients"
     )
     spec = rank.spec.optimizer
-    matrices = None if spec.properties.is_elementwise else _matrices(rank)
     room = TorchRuntime(rank.mesh, rank.mesh.registry)
     rules = TorchOptimizerFactory(stands_in=rank.mesh.world.stands_in)
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
-        rank.wrapped.targets(), spec, step.layout, room, rules, matrices
+        rank.wrapped.targets(), spec, step.layout, room, rules, list(_target_rules(rank))
     )
     if step.layout.scales_loss:
         rank.scaling = LossScale(rank.mesh, step.scale_axes)
@@ -268,21 +271,23 @@ def _balance(step: BalanceExperts, rank: Construction) -> None:
     rank.balancing = ExpertBalancer(step, [piece.module for piece in rank.pieces], rank.mesh)
 
 
-def _matrices(rank: Construction) -> list[list[bool]]:
-    """Return for each trained parameter whether it is a matrix within the model.
-
-    The lists are per unit, in the targets' order. Parameters of the root unit only (embeddings, the
-    head) are not.
-    """
-    return [
-        [
-            modules != (ROOT,) and parameter.dim() == 2
-            for _, parameter in named
-            if parameter.requires_grad
-        ]
-        for piece in rank.pieces
-        for modules, named in parameters_by_unit(piece.module, piece.plan.units)
-    ]
+def _target_rules(rank: Construction) -> Iterator[TargetRules]:
+    """Yield for each group of targets the rules of the tensors of each trained target."""
+    for piece in rank.pieces:
+        rules = {
+            name: rule_of(
+                rank.spec.optimizer,
+                rank.wrapped.canonical_name(name),
+                stored_part(parameter).detach().dim(),
+                modules != (ROOT,),
+            )
+            for modules, named in parameters_by_unit(piece.module, piece.plan.units)
+            for name, parameter in named
+        }
+        assert piece.wrapped is not None, "wrapped before the update"
+        for group in piece.wrapped.targets():
+            trained = [target for target in group if not target.is_frozen]
+            yield [[rules[name] for name in names_of(target)] for target in trained]
 
 
 OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {

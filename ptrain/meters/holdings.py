@@ -22,6 +22,7 @@ from ptrain.axes.data.run.flat_target import (
     FlatTensorTarget,
     FrozenTarget,
     ZeroRedundancyUpdate,
+    names_of,
 )
 from ptrain.axes.data.run.target import LocalPart, NamedTarget, Parameter, ParameterTarget
 from ptrain.facts.parameters import OF_TOKENS
@@ -280,17 +281,6 @@ def _shard_coordinates(tensor: torch.Tensor) -> str | None:
     place = mesh.get_coordinate() or [0] * mesh.ndim
     cuts = zip(names, place, tensor.placements, strict=True)
     return ",".join(f"{name}={at}" for name, at, how in cuts if not how.is_replicate())
-
-
-def names_of(target: NamedTarget) -> list[str]:
-    """Return the names of the tensors that a target updates, as its stage names them."""
-    match target:
-        case FlatTarget() | FrozenTarget():
-            return [name for name, _ in target.unit.named]
-        case FlatTensorTarget() | ParameterTarget():
-            return [target.name]
-        case _:
-            raise AssertionError(f"unknown name of {type(target).__name__}")
 
 
 def stale_copies(program: Program) -> Iterator[tuple[str, str]]:

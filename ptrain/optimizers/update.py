@@ -8,9 +8,11 @@ after the other, so that only the slots of a unit are live while the next unit i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ptrain.cost import State
+from ptrain.optimizers.groups import Rule, RuleRange, TargetRules, split_by_rule, uniform_rule
 from ptrain.runtime.interface import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import DType, Layout
@@ -113,6 +115,10 @@ class Target(Protocol[T]):
             targets, or None if it is written.
         """
 
+    def local_numels(self) -> Sequence[int]:
+        """Return the elements of each tensor in `value`, in order; of one tensor, if it is one."""
+        ...
+
     def create_slot(self, initial: T) -> Slot[T]:
         """Create the slot of a state tensor, in the dtype of `initial`.
 
@@ -153,7 +159,7 @@ class TargetsUpdate(Generic[T, X]):
         layout: Layout,
         room: TensorRuntime[T],
         rules: OptimizerFactory[T],
-        hidden: Sequence[Sequence[bool]] | None = None,
+        target_rules: Sequence[TargetRules] | None = None,
     ) -> None:
         """Create the optimizer state and the optimizers.
 
@@ -163,23 +169,25 @@ class TargetsUpdate(Generic[T, X]):
             layout: Dtypes of parameters, gradients, moments, master copies and the update.
             room: The runtime that stores and moves tensors.
             rules: The factory of optimizers.
-            hidden: Flags of the targets that are matrices within the model, in the order of the
-                targets that are not frozen. None: no rule depends on it.
+            target_rules: The update rules of the tensors of each target that is not frozen, in
+                order. None: all have the same rule.
         """
         trained = [[target for target in group if not target.is_frozen] for group in groups]
         members = [
             [
-                TargetState(target, rule_of(spec, is_hidden), spec, layout, room, rules)
-                for target, is_hidden in zip(targets, flags, strict=True)
+                TargetState(target, own, layout, room, rules)
+                for target, own in zip(targets, by_target, strict=True)
             ]
-            for targets, flags in zip(trained, hidden or _no_hidden_flags(trained), strict=True)
+            for targets, by_target in zip(
+                trained, target_rules or _uniform(trained, spec), strict=True
+            )
         ]
         self.frozen = [target for group in groups for target in group if target.is_frozen]
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
             # nothing has to be brought, so one optimizer call updates all units
             members = [[member for group in members for member in group]]
-        self.groups = [UpdateGroup(group, spec, room, rules) for group in members]
+        self.groups = [UpdateGroup(group, room, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """Update all targets from their gradients.
@@ -225,11 +233,16 @@ class TargetsUpdate(Generic[T, X]):
         for target in self.frozen:
             yield target, {}
 
-    def leaves(self) -> Iterator[tuple[X, OptimizerLeaf[T]]]:
-        """Yield each target with its optimizer leaf, which has a gradient during the step only."""
+    def leaves(self) -> Iterator[tuple[X, OptimizerLeaf[T], slice]]:
+        """Yield each target with its optimizer leaves, which have gradients during the step only.
+
+        The slice selects the leaf's elements in the target's flat value.
+        """
         for group in self.groups:
             for member in group.members:
-                yield member.target, member.leaf
+                for part in member.parts:
+                    first, numel = part.segment.start, part.segment.numel
+                    yield member.target, part.leaf, slice(first, first + numel)
 
     def storages(self) -> Iterator[tuple[State, T]]:
         """Yield the stored tensors of optimizer state."""
@@ -238,28 +251,50 @@ class TargetsUpdate(Generic[T, X]):
                 yield State.OPTIMIZER, tensor
 
 
+@dataclass(slots=True)
+class WholeLeaf(Generic[T]):
+    """The value, gradient and state of a target whose optimizers update parts of it."""
+
+    value: T
+    gradient: T | None = None
+    state: dict[str, T] = field(default_factory=dict)
+
+
+class LeafPart(NamedTuple, Generic[T]):
+    """The leaf of one optimizer, and the elements of the target that it updates."""
+
+    segment: RuleRange
+    leaf: OptimizerLeaf[T]
+    nothing: T  # the leaf's value between updates, if its target is updated in parts
+
+
 class TargetState(Generic[T, X]):
     """A target with its slots and its optimizer leaf.
 
     If `rests`, the leaf is the target's tensor for the full training; else it is empty between
     updates.
+
+    A flat target whose tensors have several rules is updated in `parts`: a leaf for each run of
+    tensors with one rule. Slots belong to the full target, so that what is stored and moved does
+    not depend on groups. Only step counters are copied for an update, since every optimizer
+    increments its leaves' counters.
     """
 
     def __init__(
         self,
         target: X,
-        rule: str,
-        spec: OptimizerSpec,
+        target_rules: Sequence[Rule],
         layout: Layout,
         room: TensorRuntime[T],
         rules: OptimizerFactory[T],
     ) -> None:
-        self.target, self.rule, self.layout, self.room = target, rule, layout, room
+        self.target, self.layout, self.room = target, layout, room
         value = target.value()
         self.slots: dict[str, Slot[T]] = {}
-        for name in moment_names(rule, spec):
+        rule = target_rules[0]  # all rules of a target have the same state
+        for name in moment_names(rule.name, rule.hyper):
             self.slots[name] = target.create_slot(room.zeros_like(value, layout.moments))
-        self.numbers = OPTIMIZERS[rule].numbers
+        self.numbers = OPTIMIZERS[rule.name].numbers
         for name, initial in self.numbers.items():
             self.slots[name] = target.create_slot(room.scalar_like(value, DType.FP32, initial))
         if layout.master is not None and not target.owns_master:
@@ -284,11 +319,22 @@ class TargetState(Generic[T, X]):
         self._has_stayed = False
         itself = target.persistent_parameter() if self._can_stay else None
         self.rests = itself is not None
-        self.leaf = (
-            rules.create_leaf(value, layout.update_dtype)
-            if itself is None
-            else rules.wrap_leaf(itself)
-        )
+        self.parts: list[LeafPart[T]] = []
+        if len(set(target_rules)) > 1:
+            for segment in split_by_rule(target_rules, target.local_numels()):
+                leaf = rules.create_leaf(value, layout.update_dtype)
+                self.parts.append(LeafPart(segment, leaf, leaf.value))
+            self.leaf: OptimizerLeaf[T] = WholeLeaf(self.parts[0].nothing)
+        else:
+            self.leaf = (
+                rules.create_leaf(value, layout.update_dtype)
+                if itself is None
+                else rules.wrap_leaf(itself)
+            )
+            self.parts.append(
+                LeafPart(RuleRange(rule, 0, room.numel(value)), self.leaf, self.leaf.value)
+            )
+        self.is_in_parts = len(self.parts) > 1
         self.nothing = self.leaf.value
         # The leaf is a master copy where it is stored, and needs only its gradient.
         self.has_master_in_place = MASTER in self.slots and target.is_in_place and not self.moving
@@ -322,7 +368,30 @@ class TargetState(Generic[T, X]):
             if name != MASTER:
                 held = self._fetched[name] = slot.fetch()
                 leaf.state[name] = held if name in self.numbers else self.room.cast(held, updated)
+        if self.is_in_parts:
+            self._give_parts(gradient)
         return True
+
+    def _give_parts(self, gradient: T) -> None:
+        """Give each part its views of value, gradient and state, and its copy of each number."""
+        for number, (segment, leaf, _) in enumerate(self.parts):
+            start, shape = segment.start, (segment.numel,)
+            leaf.value = self.room.view_range(self.leaf.value, start, shape)
+            leaf.gradient = self.room.view_range(gradient, start, shape)
+            for name, whole in self.leaf.state.items():
+                if name not in self.numbers:
+                    leaf.state[name] = self.room.view_range(whole, start, shape)
+                elif number == 0:
+                    leaf.state[name] = whole
+                else:
+                    leaf.state[name] = self.room.cast(whole, DType.FP32, copy=True)
+
+    def _drop_parts(self) -> None:
+        """Drop the views and copies of `_give_parts`."""
+        for _, leaf, nothing in self.parts:
+            leaf.gradient, leaf.value = None, nothing
+            for name in self.leaf.state:
+                del leaf.state[name]
 
     def put(self) -> Iterator[tuple[T, T]]:
         """Store value and state, and drop each working copy as soon as it is stored.
@@ -333,6 +402,8 @@ class TargetState(Generic[T, X]):
         leaf = self.leaf
         # Dropped first: the update has used it, and the state below may allocate.
         leaf.gradient = None
+        if self.is_in_parts:
+            self._drop_parts()
         if self._can_stay:
             self._has_stayed = True
             return
@@ -356,22 +427,20 @@ class TargetState(Generic[T, X]):
 
 
 class UpdateGroup(Generic[T, X]):
-    """Targets that are updated together, by one optimizer per rule.
-
-    There are two rules if the rule depends on the tensor, as Muon's.
-    """
+    """Targets that are updated together, by one optimizer per rule."""
 
     def __init__(
         self,
         members: Sequence[TargetState[T, X]],
-        spec: OptimizerSpec,
         room: TensorRuntime[T],
         rules: OptimizerFactory[T],
     ) -> None:
         self.members, self.room = list(members), room
-        self.optimizers: dict[str, Optimizer[T]] = {
-            rule: rules.create_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
-            for rule in dict.fromkeys(member.rule for member in members)
+        leaves: dict[Rule, list[OptimizerLeaf[T]]] = {}
+        for part in (part for member in members for part in member.parts):
+            leaves.setdefault(part.segment.rule, []).append(part.leaf)
+        self.optimizers: dict[Rule, Optimizer[T]] = {
+            rule: rules.create_optimizer(rule.name, own, rule.hyper) for rule, own in leaves.items()
         }
         for member in members:
             member.register_state()
@@ -395,8 +464,8 @@ class UpdateGroup(Generic[T, X]):
         beside = fetched or self.members
         scalars = scaling.scalars_for(beside[0].leaf.value) if scaling else None
         if is_taken:
-            for optimizer in self.optimizers.values():
-                optimizer.step(lr, scalars)
+            for rule, optimizer in self.optimizers.items():
+                optimizer.step(lr * rule.lr_factor, scalars)
         # Values are copied by one operator after all members, because a GPU launches a kernel per
         # call.
         if copies := [copy for member in fetched for copy in member.put()]:
@@ -417,9 +486,9 @@ class UpdateGroup(Generic[T, X]):
         return members
 
 
-def _no_hidden_flags(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
-    """Return False for each target."""
-    return [[False] * len(targets) for targets in groups]
+def _uniform(groups: Sequence[Sequence[X]], spec: OptimizerSpec) -> list[TargetRules]:
+    """Return one rule for each target."""
+    return [[(uniform_rule(spec),)] * len(targets) for targets in groups]
 
 
 def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
@@ -430,22 +499,6 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     targets = [target for group in groups for target in group]
     is_whole = bool(targets) and all(target.is_in_place for target in targets)
     return is_whole and layout.update_dtype is layout.gradients is layout.moments
-
-
-def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
-    """Return the rule of a tensor: the spec's for matrices within the model, else its remainder.
-
-    Muon, for example, updates matrices within the model; its row names the rule of the remainder.
-
-    Args:
-        spec: The optimizer.
-        is_hidden: True for a matrix within the model, False for embeddings, heads, norms and
-            biases.
-
-    Returns:
-        A key of `OPTIMIZERS`.
-    """
-    return spec.name if is_hidden else spec.properties.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
@@ -470,4 +523,5 @@ def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
         Bytes per element: 12 for AdamW with fp32 masters.
     """
     master = layout.master.itemsize if layout.master else 0
-    return master + len(moment_names(rule_of(spec, False), spec)) * layout.moments.itemsize
+    rule = uniform_rule(spec)
+    return master + len(moment_names(rule.name, rule.hyper)) * layout.moments.itemsize

@@ -34,6 +34,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, quantize_facts, roles_of
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
+from ptrain.optimizers.groups import describe_groups
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Fusions, Roles, Tier
 from ptrain.spec.precision import Matmul
@@ -122,6 +123,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         optimizer=spec.optimizer.name,
         layout=layout,
         scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
+        groups="" if spec.optimizer.is_uniform else describe_groups(spec.optimizer),
     )
     steps = (
         mesh,
@@ -271,10 +273,13 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
 def _make_quantize(spec: Spec) -> Quantize | None:
     if spec.precision.matmul is Matmul.NONE or not isinstance(spec.model, ModelShape):
         return None
+    if spec.precision.matmul is Matmul.AUTOCAST:
+        blocks = tuple(f"blocks.{layer}" for layer in range(spec.model.layers))
+        return Quantize(recipe=Matmul.AUTOCAST, modules=(*blocks, "head"), left_out=())
     products = products_of(spec.model)
     return Quantize(
         recipe=spec.precision.matmul,
-        linears=products.scaled,
+        modules=products.scaled,
         left_out=tuple(products.left_out.items()),
     )
 

@@ -29,7 +29,7 @@ from ptrain.spec.dials import (
 from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, Role, Roles, Tier
-from ptrain.spec.precision import Layout
+from ptrain.spec.precision import Layout, Matmul
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
@@ -279,8 +279,10 @@ def _update_text(step: Update) -> str:
     over = f" over {_axes_text(step.scale_axes)}" if step.scale_axes else ""
     scaled = f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
     layout = step.layout
+    groups = f"; {step.groups}" * bool(step.groups)
     return (
-        f"update with {step.optimizer}{rest}, {_layout_text(layout)}{scaled * layout.scales_loss}"
+        f"update with {step.optimizer}{rest}, {_layout_text(layout)}{groups}"
+        f"{scaled * layout.scales_loss}"
     )
 
 
@@ -389,7 +391,9 @@ def keep_text(step: Keep) -> str:
 def _quantize_text(step: Quantize) -> str:
     """Return a text such as `multiply in fp8-rowwise: attention.query, … of blocks 0-3; left out:
     the head (head)`."""
-    texts = [_of_blocks(step.linears)]
+    if step.recipe is Matmul.AUTOCAST:
+        return "run blocks and head in torch.autocast: products in bf16, all else in fp32"
+    texts = [_of_blocks(step.modules)]
     for reason, names in step.left_out:
         texts.append(f"left out, {reason}: {_of_blocks(names)}")
     return f"multiply by factors in {step.recipe}: {'; '.join(texts)}"

@@ -81,7 +81,7 @@ def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
     if job.stand_in is not None:
         like = f"as blocks of a {job.stand_in.family} with about as many parameters"
         if job.stand_in == base.model:
-            like = "as eager blocks without fp8 products"
+            like = "as eager blocks without fp8 products and autocast"
         yield (
             f"scored {like}; the "
             f"{selection.derived} exact ones are derived from traces of the model"

@@ -443,7 +443,9 @@ def _uncounted_reason(plan: Plan) -> str:
     """Return why recomputed operations of a plan cannot be counted; empty if they can."""
     if plan.keep is None:
         return ""
-    return _IN_PROGRAMS if plan.compiled is not None else _IN_FP8 if plan.quantize else ""
+    if plan.compiled is not None:
+        return _IN_PROGRAMS
+    return _IN_FP8 if plan.quantize is not None and plan.quantize.recipe.is_fp8 else ""
 
 
 def _follow_routing(program: Program) -> None:

@@ -11,6 +11,7 @@ from math import gcd
 from typing import Annotated, Any, NamedTuple
 
 from ptrain.spec.activations import WordList
+from ptrain.spec.groups import ALL, DECAYS, GroupList, ParameterGroup
 from ptrain.spec.leaf import (
     Boolean,
     Choice,
@@ -287,6 +288,18 @@ class OptimizerSpec:
             has_derived_default=True,
         ),
     ] = 0.0
+    decay: Annotated[
+        str,
+        Choice("Parameters to which `weight_decay` applies.", DECAYS, aka=("no_decay", "no_wd")),
+    ] = ALL
+    groups: Annotated[
+        tuple[ParameterGroup, ...],
+        GroupList(
+            "Parameter groups: hyperparameters for some parameters. The first match applies.",
+            optimizers={name: row.description for name, row in OPTIMIZERS.items()},
+            aka=("param_groups", "parameter_groups", "optimizer_grouped_parameters"),
+        ),
+    ] = ()
     schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "Learning-rate schedule.")] = field(
         default_factory=ScheduleSpec
     )
@@ -306,6 +319,31 @@ class OptimizerSpec:
     def properties(self) -> OptimizerRow:
         """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
+
+    @property
+    def rows(self) -> tuple[OptimizerRow, ...]:
+        """The properties of this optimizer and of its groups' optimizers."""
+        return tuple([OPTIMIZERS[name] for name in self.names])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of this optimizer and of its groups' optimizers, each once."""
+        return tuple(dict.fromkeys((self.name, *(g.name for g in self.groups if g.name))))
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if the update of a shard is the shard of the update, for all parameters."""
+        return not self.matrix_optimizer
+
+    @property
+    def matrix_optimizer(self) -> str:
+        """The optimizer that needs full matrices; "" if none does."""
+        return next((name for name in self.names if not OPTIMIZERS[name].is_elementwise), "")
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all parameters have the same hyperparameters."""
+        return not self.groups and (self.decay == ALL or not self.weight_decay)
 
 
 @section_dataclass

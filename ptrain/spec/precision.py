@@ -42,9 +42,13 @@ FP8_CAPABILITY = 89  # Ada, the first with matrix units for fp8; Hopper has 90
 
 
 class Matmul(MeantWord):
-    """The factors of the matrix products of linear layers, with torchao's names of recipes."""
+    """The factors of the matrix products, for fp8 with torchao's names of recipes."""
 
     NONE = "none", "the dtype of the parameters"
+    AUTOCAST = (
+        "bf16-autocast",
+        "bf16 by torch.autocast, with parameters, gradients and residual stream in fp32",
+    )
     TENSORWISE = (
         "fp8-tensorwise",
         "fp8 with one scale per tensor: inputs and weights e4m3, gradients e5m2",
@@ -53,6 +57,11 @@ class Matmul(MeantWord):
         "fp8-rowwise",
         "fp8 with a scale per row and per column, rounded down to a power of two: all e4m3",
     )
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if linear layers take fp8 factors."""
+        return self in (Matmul.TENSORWISE, Matmul.ROWWISE)
 
 
 NF4_BLOCK = 64  # elements of a row with one scale, as in bitsandbytes and torchao
@@ -311,10 +320,13 @@ class PrecisionRaw:
     matmul: Annotated[
         Matmul,
         Choice(
-            "Dtype of the factors in the matrix products of linear layers within blocks, with "
-            "dynamic scales.",
+            "Dtype of the factors in matrix products: bf16 for all, by torch.autocast, or fp8 for "
+            "linear layers within blocks, with dynamic scales.",
             words_of(Matmul),
             slips={
+                "autocast": "bf16-autocast",
+                "amp": "bf16-autocast",
+                "bf16": "bf16-autocast",
                 "fp8": "fp8-tensorwise",
                 "float8": "fp8-tensorwise",
                 "tensorwise": "fp8-tensorwise",

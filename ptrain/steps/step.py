@@ -283,16 +283,16 @@ class Keep(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(PlanStep):
-    """The matrix products of linear layers take fp8 factors.
+    """Matrix products take narrower factors.
 
     Attributes:
         recipe: The dtypes and scales of the factors.
-        linears: The names of these layers.
+        modules: The linear layers with fp8 factors, or the modules that run in autocast.
         left_out: The names of the other layers with matrices, by the reason.
     """
 
     recipe: Matmul
-    linears: tuple[str, ...]
+    modules: tuple[str, ...]
     left_out: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -397,11 +397,13 @@ class Clip(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(PlanStep):
     """The optimizer step on the local shards, or on their master copies. `scale_axes` are the axes
-    along which the gradients of a scaled loss are checked for overflow."""
+    along which the gradients of a scaled loss are checked for overflow. `groups` describes the
+    parameters with other hyperparameters; empty if there are none."""
 
     optimizer: str
     layout: Layout
     scale_axes: tuple[Axis, ...] = ()
+    groups: str = ""
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel

@@ -44,7 +44,6 @@ from ptrain.models.contract import (
 )
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.facts import head_of, untraced_facts
-from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import (
     accept_module,
     build_model,
@@ -57,6 +56,7 @@ from ptrain.models.kernels import UnknownKernels
 from ptrain.models.ledger import watch_modules
 from ptrain.models.moe import route_rows
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
+from ptrain.models.products import change_products
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.runtime.world import fake_tensors
@@ -507,7 +507,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     plan = lower(spec, known)
     is_whole = not spec.is_cut_over((*CUTTING_AXES, Axis.PP))
     if is_whole and plan.quantize is not None:
-        use_float8(model, plan.quantize.linears, plan.quantize.recipe)
+        change_products(model, plan.quantize)
     if is_whole:
         apply_modes_for_trace(model, plan.keep, is_compiled=plan.compiled is not None)
     if is_whole and plan.compiled is not None:

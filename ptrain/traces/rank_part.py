@@ -42,8 +42,8 @@ from ptrain.facts.model import AttentionFacts, RowsSize, RowsTimeline, StorageEv
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.compiled import compile_blocks
-from ptrain.models.float8 import use_float8
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
+from ptrain.models.products import change_products
 from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.runtime.comm import Mesh, TagRegistry
@@ -568,7 +568,7 @@ class RankPart:
         if self.experts is not None:
             self.experts(module)
         if self.quantize is not None:
-            use_float8(module, self.quantize.linears, self.quantize.recipe)
+            change_products(module, self.quantize)
         # Compilation comes last: a program must contain the other changes.
         apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ptrain.axes.data.run.flat_target import names_of
 from ptrain.cost import Phase
 from ptrain.errors import TrainingStopped
 from ptrain.internals.dispatch import disable_modes
@@ -435,7 +436,7 @@ def _checkpoint_tensors(program: Program) -> Iterator[Holding]:
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
-            yield Holding(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
+            yield Holding(Subject.OPTIMIZER, names_of(target)[0], COUNTER, "", count)
 
 
 def _find_non_finite(program: Program, stored: Iterable[Holding]) -> Iterator[NonFiniteTensor]:

@@ -100,8 +100,17 @@ def difference_lines(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
 
 
 def has_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
-    """Return True if the checkpoint was trained with another optimizer."""
-    return dict(leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
+    """Return True if the checkpoint was trained with another optimizer, or other ones in groups."""
+    before, now = dict(leaves(was)), dict(leaves(trained_sections(spec)))
+    if before.get("optimizer.name", spec.optimizer.name) != spec.optimizer.name:
+        return True
+    return _named_groups(before) != _named_groups(now)
+
+
+def _named_groups(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the match and the optimizer of each group that names one."""
+    groups = values.get("optimizer.groups") or []
+    return [(str(group["match"]), group["name"]) for group in groups if group.get("name")]
 
 
 def _format_value(values: Mapping[str, object], place: str) -> str:

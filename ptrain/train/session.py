@@ -156,7 +156,9 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
         The line; "" on other devices, or if the CPU has instructions for the dtype.
     """
     own = spec.precision
-    dtype = own.effective_layout.parameters if own.matmul is Matmul.NONE else DType.FP8
+    dtype = DType.FP8 if own.matmul.is_fp8 else own.effective_layout.parameters
+    if own.matmul is Matmul.AUTOCAST and not own.compute_fp64:
+        dtype = DType.BF16
     if device.type != "cpu" or is_native(dtype):
         return ""
     return f"precision  {dtype} is emulated on this CPU and slow"

@@ -97,11 +97,16 @@ class LeafShard(ParameterShard):
 
     target: NamedTarget
     numel: int  # of the tensor that the optimizer steps, and of its elementwise state
+    elements: slice  # its elements in the target
+    size: int  # of the target, which stores the state of all its leaves
 
     def select_state(self, state: Tensor) -> Tensor | None:
         row = local_cpu(state).flatten()
+        if row.numel() == self.size:
+            row = row[self.elements]
+        is_elementwise = state.dim() > 0 and row.numel() == self.numel
         row = row if self.flat_index is None or row.numel() != self.numel else row[self.flat_index]
-        return row if state.dim() and state.numel() == self.numel else None
+        return row if is_elementwise else None
 
 
 _APART = 2.0**40  # more elements than a rank has, so that the numbers of two ranks never collide
@@ -120,17 +125,22 @@ def leaf_shards(program: Program) -> dict[str, LeafShard]:
     assert program.world.size <= _MOST_RANKS, "fp64 cannot number the elements of so many ranks"
     first = (program.world.rank + 1) * _APART  # zero is padding
     shards = {}
-    for target, leaf in program.update.leaves():
+    for target, leaf, elements in program.update.leaves():
         # `value()` of one tensor all-gathers a unit that is updated tensor by tensor, so the
         # target's shape is used if it has one
         shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
-        numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
-        placed = program.canonical(target.named_tensors((numbers + first).view(shape)))
+        whole = torch.zeros(shape.numel(), dtype=torch.float64, device=program.world.device)
+        numbers = torch.arange(whole[elements].numel(), dtype=whole.dtype, device=whole.device)
+        whole[elements] = numbers + first
+        placed = program.canonical(target.named_tensors(whole.view(shape)))
         for name, row in ((name, full_copy(its)) for name, its in placed.items()):
             at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
+            if name in shards and not at.numel():
+                continue  # another leaf of the target has the elements
             within = (row.flatten()[at] - first).long()
             shards[name] = LeafShard(
                 name, tensor_of(leaf), row.shape, target=target, numel=numbers.numel(),
+                elements=elements, size=whole.numel(),
                 indices=None if at.numel() == row.numel() else at,
                 flat_index=None if torch.equal(within, numbers.cpu().long()) else within,
             )  # fmt: skip

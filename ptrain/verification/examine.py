@@ -248,8 +248,10 @@ class ProgramEvidence:
                 both = mine, shard_outputs(program, whole, is_addend)
                 self._compare_tensors(differences, moment, Subject.ACTIVATIONS, both, k)
         self._compare_number(differences, Moment.FORWARD, Subject.LOSS, seen.loss, expected.loss)
-        rate = learning_rate(self.spec.optimizer, step)
+        base = learning_rate(self.spec.optimizer, step)
+        rates = [base * rule.lr_factor for rule in self.reference.updater.optimizers]
         for actual in sorted(seen.rates):
+            rate = min(rates, key=lambda each, actual=actual: abs(each - actual))  # type: ignore[misc]
             self._compare_number(differences, Moment.GRADIENTS, Subject.LEARNING_RATE, actual, rate)
         if seen.norm is not None and expected.norm is not None:
             both_skip = math.isinf(expected.norm) and not math.isfinite(seen.norm)

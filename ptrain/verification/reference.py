@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split, read_batch
 from ptrain.facts.float8 import products_of
-from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import build_model, initialize, read_module_weights, store_module
 from ptrain.models.modes import seed_of_step
 from ptrain.models.moe import Gate, scale_losses, weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of
+from ptrain.models.products import use_float8
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
-from ptrain.optimizers.update import rule_of
+from ptrain.optimizers.groups import rule_of
 from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import (
@@ -72,14 +72,14 @@ class ReferenceOptimizer:
             }
         within = _block_parameters(module)
         self._rules = {
-            name: rule_of(spec.optimizer, name in within and tensor.dim() == 2)
+            name: rule_of(spec.optimizer, name, tensor.dim(), name in within)
             for name, tensor in self.updated.items()
         }
         self.optimizers = {
             rule: reference_optimizer(
-                rule,
+                rule.name,
                 [self.updated[name] for name, own in self._rules.items() if own == rule],
-                spec.optimizer,
+                rule.hyper,
                 self.layout.update_dtype,
             )
             for rule in dict.fromkeys(self._rules.values())
@@ -125,18 +125,19 @@ class ReferenceOptimizer:
 
     def initial_entries(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer state of a tensor as torch creates it in the first step."""
-        return initial_state(self._rules[name], self.spec.optimizer, self.updated[name])
+        rule = self._rules[name]
+        return initial_state(rule.name, rule.hyper, self.updated[name])
 
     def _step(self, lr: float) -> None:
         moments = TORCH_DTYPES[self.layout.moments]
         for rule, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * rule.lr_factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for state in optimizer.state.values():
                 for name, tensor in state.items():
-                    if name not in OPTIMIZERS[rule].numbers and tensor is not None:
+                    if name not in OPTIMIZERS[rule.name].numbers and tensor is not None:
                         # torch keeps moments in the dtype of the updated tensor. Rounded, they have
                         # the values that the layout stores.
                         tensor.copy_(tensor.to(moments))
@@ -296,7 +297,10 @@ class ReferenceTraining:
         for micro_batch in self.micro_batches(step):
             if micro_batch.k == 0:
                 torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
-            loss = micro_batch.loss(self.objective, self.module)
+            # One context around model and loss, as a loop has; a program has one for each block.
+            is_cast = self.spec.precision.matmul is Matmul.AUTOCAST
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+                loss = micro_batch.loss(self.objective, self.module)
             (loss * self.updater.scale).backward()
             total += loss.item()
             for name, parameter in self.module.named_parameters():
@@ -367,7 +371,7 @@ def _build_module(spec: Spec) -> nn.Module:
     else:
         read_module_weights(module, spec.model.pretrained)
     store_module(module, spec)
-    if isinstance(spec.model, ModelShape) and spec.precision.matmul is not Matmul.NONE:
+    if isinstance(spec.model, ModelShape) and spec.precision.matmul.is_fp8:
         use_float8(module, products_of(spec.model).scaled, spec.precision.matmul)
     weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module

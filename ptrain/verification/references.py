@@ -96,9 +96,9 @@ def is_order_sensitive(spec: Spec) -> bool:
         layout.update_dtype,
         layout.moments,
     )
-    # A rounding may move a factor by an fp8 step.
-    is_fp8 = spec.precision.matmul is not Matmul.NONE and layout.parameters is not DType.FP64
-    coarse = is_fp8 or any(dtype not in _FIXED for dtype in dtypes)
+    # A rounding may move a factor by a step of fp8 or bf16.
+    is_cast = spec.precision.matmul is not Matmul.NONE and layout.parameters is not DType.FP64
+    coarse = is_cast or any(dtype not in _FIXED for dtype in dtypes)
     return coarse or (
         spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
     )

@@ -366,9 +366,11 @@ NAMED = {
     "attention has a kernel for grouped heads": "Definition 1",
     "fp8 products are aligned": "Definition 1",
     "GPUs multiply fp8": "Definition 5",
+    "autocast casts fp32": "Definition 1",
 }
 WAITING = """replicas are outside shards; quantized weights are executed;
-    muon does not support experts; flash attention accepts no mask;
+    muon does not support experts; groups have equal state in flat units;
+    flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;
@@ -380,7 +382,8 @@ WAITING = """replicas are outside shards; quantized weights are executed;
     muon needs the full model; offloaded activations are used once;
     attention is a separate module; a budget's peaks are predicted;
     recomputed units are gathered; the naive plan keeps saved activations;
-    a block, or the loss, is one program; an fp8 scale is of a full matrix"""
+    a block, or the loss, is one program; an fp8 scale is of a full matrix;
+    autocast is around full operators"""
 
 
 def test_every_rule_has_its_name_and_the_theorem_that_it_guards():

@@ -60,7 +60,7 @@ def test_a_plan_lists_the_layers_that_are_left_out():
     text = format_plan(spec, lower(spec))
     assert "attention.output, mlp.shared.gate" in text and "left out, the head: head" in text
     assert "left out, experts: mlp.experts" in text and "left out, routers: mlp.router" in text
-    assert set(lower(spec).quantize.linears) == set(products_of(spec.model).scaled)
+    assert set(lower(spec).quantize.modules) == set(products_of(spec.model).scaled)
     assert lower(load("ep").spec).quantize is None
 
 

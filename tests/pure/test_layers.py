@@ -31,7 +31,7 @@ LAYERS = (
     r"ptrain\.rates(\..*)?",
     r"ptrain\.steps(\..*)?",
     r"ptrain\.runtime\.(interface|ghost)",
-    r"ptrain\.optimizers\.(update|ghost)",
+    r"ptrain\.optimizers\.(update|ghost|groups)",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(context|data|expert|pipeline|tensor)\.(?!run)\w+"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
     r"ptrain\.derivation(\..*)?",

@@ -170,7 +170,7 @@ def test_elements_have_their_bytes_and_loss_scales_the_figures_of_torch():
 SECTIONS = {
     job.OptimizerSpec: {
         "name": "adamw", "lr": 0.0003, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
-        "momentum": 0.0, "clip": 1.0,
+        "momentum": 0.0, "clip": 1.0, "decay": "all", "groups": (),
         "schedule": {"warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1},
     },
     job.DataSpec: {

@@ -16,8 +16,8 @@ from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.facts.float8 import products_of
 from ptrain.interpreter.execute import OF_PIECES
-from ptrain.models.float8 import Float8Linear, require_fp8_device, use_float8
 from ptrain.models.initialize import build_model
+from ptrain.models.products import Float8Linear, require_fp8_device, use_float8
 from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

@@ -137,7 +137,7 @@ def may_join_units(spec: Spec, form: Form) -> bool:
         return False
     factors = data_factors(spec)
     return (
-        spec.optimizer.properties.is_elementwise
+        spec.optimizer.is_elementwise
         and not _have_experts(factors)
         and all(mode in (R, S) for factor in factors for mode in state_modes(factor))
         and all(factor.placement.parameters == R for factor in factors)
@@ -272,7 +272,8 @@ def _fits_zero_redundancy(spec: Spec, factors: tuple[Factor, ...]) -> bool:
         and state_modes(factors[0]) == _SPREAD_UPDATE
         and layout.master is None
         and layout.moments is layout.parameters
-        and spec.optimizer.properties.is_elementwise
+        and spec.optimizer.is_elementwise
+        and spec.optimizer.is_uniform  # it assigns tensors to owners group by group
     )
 
 

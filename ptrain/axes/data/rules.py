@@ -21,7 +21,6 @@ from ptrain.axes.data.form import data_factors, form_of, frozen_factors, has_dis
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.cost import State
 from ptrain.errors import Fault
-from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.dials import Compiled, GradientSync, UnitKind
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
@@ -49,7 +48,8 @@ STATE_CONSISTENCY = "Theorem 4, state consistency"
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
     """Return True if the optimizer carries values from step to step (moments, momentum)."""
-    return bool(moment_names(optimizer.name, optimizer))
+    momenta = [optimizer.momentum, *(group.momentum for group in optimizer.groups)]
+    return any(row.moments and not row.needs_momentum for row in optimizer.rows) or any(momenta)
 
 
 # Rules for parameters, optimizer state and gradients on every axis along which gradients are
@@ -89,7 +89,7 @@ STATE_RULES = (
         name="matrices are orthogonalized in full",
         theorem=STATE_CONSISTENCY,
         is_broken=lambda placement, optimizer: (
-            not optimizer.properties.is_elementwise
+            not optimizer.is_elementwise
             and Distribution.SHARDED
             in (placement.optimizer.distribution, placement.gradients.distribution)
         ),
@@ -211,7 +211,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject one unit for the full model with an optimizer that needs matrices."""
-    if not spec.optimizer.properties.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
+    if not spec.optimizer.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
             finding=(
@@ -229,15 +229,39 @@ def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
     works = " or ".join(
         f"`optimizer.name={name}`" for name, row in OPTIMIZERS.items() if row.is_elementwise
     )
-    if has_experts and not spec.optimizer.properties.is_elementwise:
+    if has_experts and not spec.optimizer.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=(
-                f"not supported yet: {spec.optimizer.name} for experts (their matrices "
+                f"not supported yet: {spec.optimizer.matrix_optimizer} for experts (their matrices "
                 "are stacked in three-dimensional tensors)"
             ),
             remedy=f"Use {works}, or remove `model.experts`.",
         )
+
+
+def _groups_in_flat_units(spec: Spec) -> Iterator[Fault]:
+    """Reject groups whose optimizers keep different state in one flat buffer."""
+    optimizer = spec.optimizer
+    if optimizer.is_uniform or not optimizer.is_elementwise or form_of(spec) is not Form.FLAT:
+        return
+    momenta = {g.momentum for g in optimizer.groups if g.momentum is not None}
+    has_sgd = any(row.needs_momentum for row in optimizer.rows)
+    kinds = [row for row in optimizer.rows if row.temporaries]
+    if kinds:
+        name = next(name for name in optimizer.names if OPTIMIZERS[name].temporaries)
+        finding = f"{name}, whose temporaries depend on each rank's part of a group"
+    elif len(optimizer.names) > 1:
+        finding = f"{' and '.join(optimizer.names)}, which keep different state"
+    elif has_sgd and any(bool(own) != bool(optimizer.momentum) for own in momenta):
+        finding = "sgd with and without momentum"
+    else:
+        return
+    yield Fault(
+        place="optimizer.groups",
+        finding=f"not supported yet: groups with {finding}, in flat units (as of zero2)",
+        remedy="Use one optimizer, such as adamw, or `placement=ddp` or `placement=zero3`.",
+    )
 
 
 def _master_copies(spec: Spec) -> Iterator[Fault]:
@@ -399,5 +423,8 @@ DATA = AxisRules(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
         SpecRule(name="quantized weights are executed", theorem="", faults=_quantized_elsewhere),
         SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
+        SpecRule(
+            name="groups have equal state in flat units", theorem="", faults=_groups_in_flat_units
+        ),
     ),
 )

@@ -137,6 +137,17 @@ class ShardTarget(Generic[T]):
     def store(self, value: T) -> None:
         self.unit.store(value)
 
+    def local_numels(self) -> list[int]:
+        """Return the elements of each tensor in the shard; padding belongs to the last."""
+        cuts, start, sizes = self.unit.cuts, 0, list[int]()
+        ranges = list(cuts.shard_ranges(self.unit.step.updated))
+        for shape in self.unit.members.shapes:
+            end = start + math.prod(shape)
+            sizes.append(sum(max(0, min(end, b) - max(start, a)) for a, b in ranges))
+            start = end
+        sizes[-1] += cuts.shard_numel(self.unit.step.updated) - sum(sizes)
+        return sizes
+
     def create_slot(self, initial: T) -> Slot[T]:
         route = self.unit.route(self.unit.cuts)
         if route.is_in_place:
@@ -239,6 +250,9 @@ class TensorTarget(Generic[T]):
 
     def store(self, value: T) -> None:
         self.update.store(self.index, value)
+
+    def local_numels(self) -> list[int]:
+        return [math.prod(self.shape)]
 
     def create_slot(self, initial: T) -> Slot[T]:
         # Reading the value for the initial state gathered the unit's parameters; they would be

@@ -232,10 +232,10 @@ def _regather_faults(spec: Spec) -> Iterator[Fault]:
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject optimizers that need full matrices."""
-    if spec.degree(Axis.PP) > 1 and not spec.optimizer.properties.is_elementwise:
+    if spec.degree(Axis.PP) > 1 and not spec.optimizer.is_elementwise:
         yield Fault(
             place="optimizer.name",
-            finding=f"not supported yet: {spec.optimizer.name} with pp",
+            finding=f"not supported yet: {spec.optimizer.matrix_optimizer} with pp",
             remedy="Use `optimizer.name=adamw`, or remove `mesh.pp`.",
         )
 

@@ -175,10 +175,10 @@ def _whole_head(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and not spec.optimizer.properties.is_elementwise:
+    if spec.degree(Axis.TP) > 1 and not spec.optimizer.is_elementwise:
         yield Fault(
             place="optimizer.name",
-            finding=f"{spec.optimizer.name} needs full matrices, but tp shards them",
+            finding=f"{spec.optimizer.matrix_optimizer} needs full matrices, but tp shards them",
             remedy="Use `optimizer.name=adamw`, or remove `mesh.tp`.",
         )
 

@@ -26,7 +26,8 @@ from ptrain.derivation.ghosts.wrapping import Times, WrapContext, Wrapping, by_o
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
-from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
+from ptrain.optimizers.groups import Rule, rules_of_unit, uniform_rule
+from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate
 from ptrain.runtime.ghost import Ghost, GhostRuntime, Storage
 from ptrain.runtime.interface import Shape
 from ptrain.spec.cluster import Hook, OperatorKind
@@ -68,6 +69,9 @@ class InPlaceTarget:
     def store(self, value: Ghost) -> None:
         """Do nothing: the value is already stored, or copied in place."""
 
+    def local_numels(self) -> list[int]:
+        return [self._value.numel]
+
     def create_slot(self, initial: Ghost) -> Slot[Ghost]:
         return ResidentSlot(initial)
 
@@ -83,7 +87,7 @@ class InPlace(Wrapping):
 
     def __init__(self, wrapped: WrapContext) -> None:
         self.wrapped = wrapped
-        self._costs: dict[tuple[Shapes, bool], Cost] = {}
+        self._costs: dict[tuple[Shapes, tuple[Rule, ...]], Cost] = {}
 
     @cached_property
     def stored_elements(self) -> int:
@@ -123,18 +127,20 @@ class InPlace(Wrapping):
     def kinds(self) -> list[tuple[UnitFacts, int]]:
         """One unit of each kind, with the number of equal units.
 
-        Units of equal shapes have equal memory and traffic, except that Muon updates only matrices
-        outside the root.
+        Units of equal shapes and update rules have equal memory and traffic.
         """
         kinds: dict[Hashable, list[UnitFacts]] = {}
         apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
             frozen = tuple([tensor.is_frozen for tensor in unit.tensors])
-            # `is_root` belongs to the key because Muon treats only matrices outside the root as
-            # hidden.
-            kind = unit.shapes, frozen, unit.is_root, apart(unit.modules), self.turn_of(unit)
+            own = self.rules_of(unit)
+            kind = unit.shapes, frozen, unit.is_root, own, apart(unit.modules), self.turn_of(unit)
             kinds.setdefault(kind, []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
+
+    def rules_of(self, unit: UnitFacts) -> tuple[Rule, ...]:
+        """Return the update rule of each trained tensor of a unit."""
+        return rules_of_unit(self.wrapped.spec.optimizer, unit)
 
     def turn_of(self, unit: UnitFacts) -> Hashable:
         """Return a key of the treatment that depends on a unit's place among others."""
@@ -157,13 +163,11 @@ class InPlace(Wrapping):
         Args:
             shard: The rank's place along the plan's `differing_axes`, from 0.
         """
-        optimizer = self.wrapped.spec.optimizer
-        needs = not optimizer.properties.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
-            hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
-            for shape, is_matrix in zip(self.updated_shapes(unit, shard), hidden, strict=True):
-                by_rule.setdefault(rule_of(optimizer, is_matrix), []).extend([shape] * times)
+            own = self.rules_of(unit)
+            for shape, rule in zip(self.updated_shapes(unit, shard), own, strict=True):
+                by_rule.setdefault(rule.name, []).extend([shape] * times)
         return by_rule
 
     def optimizer_bytes(self, shard: int) -> int:
@@ -189,23 +193,21 @@ class InPlace(Wrapping):
 
     def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
         """Return the cached cost of a unit's update."""
-        key = shapes, unit.is_root
+        key = shapes, self.rules_of(unit)
         if key not in self._costs:
-            needs = not self.wrapped.spec.optimizer.properties.is_elementwise
-            hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
-            self._costs[key] = self.update_cost(shapes, hidden)
+            self._costs[key] = self.update_cost(*key)
         return self._costs[key]
 
-    def update_cost(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
+    def update_cost(self, shapes: Shapes, rules: Sequence[Rule]) -> Cost:
         """Return the cost of updating tensors of these shapes.
 
         Args:
             shapes: Local shapes, in the order of the update.
-            hidden: One flag for each shape. True for a matrix that Muon updates.
+            rules: The update rule of each shape.
         """
         spec, layout = self.wrapped.spec, self.wrapped.plan.update.layout
         own = spec.optimizer, layout, self.owns_master, spec.is_for_cuda
-        return _cost_of(tuple(shapes), tuple(hidden), *own)
+        return _cost_of(tuple(shapes), tuple(rules), *own)
 
 
 class InPlaceUpdate(Wrap):
@@ -272,7 +274,7 @@ class Local(InPlaceUpdate):
 @lru_cache(maxsize=2**8)  # a search derives many specs with equal updates
 def _cost_of(
     shapes: Shapes,
-    hidden: tuple[bool, ...],
+    of_shapes: tuple[Rule, ...],
     optimizer: OptimizerSpec,
     layout: Layout,
     owns_master: bool,
@@ -296,7 +298,8 @@ def _cost_of(
         for shape in shapes
     ]
     rules = GhostOptimizerFactory(tape, is_cpu=not is_for_cuda)
-    update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
+    own = [[(rule,) for rule in of_shapes]]
+    update = TargetsUpdate([targets], optimizer, layout, room, rules, own)
     tape.is_reading = True
     update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
     tape.is_reading = False
@@ -492,9 +495,10 @@ class SpreadUpdate(Replicas):
         shapes: dict[Shapes, int] = {}
         for tensor in self.owned_tensors[shard]:
             shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
-        # all rules that may be distributed are elementwise, so no tensor is `hidden`
+        # all parameters have one rule (`axes.data.form`)
+        rule = uniform_rule(self.wrapped.spec.optimizer)
         optimizer = sum(
-            times * self.update_cost(case, [False]).kept for case, times in shapes.items()
+            times * self.update_cost(case, [rule]).kept for case, times in shapes.items()
         )
         gradients = self.stored_gradients * layout.gradients.itemsize
         frozen = (self.stored_elements - self.stored_gradients) * layout.parameters.itemsize
@@ -539,7 +543,8 @@ class SpreadReplicated(Replicated):
         with the most elements.
         """
         if largest := self.spread_update.largest_tensor(shard):
-            self.tape.spike(self.spread_update.update_cost((largest.shape,), [False]).rise)
+            rule = uniform_rule(self.scene.spec.optimizer)
+            self.tape.spike(self.spread_update.update_cost((largest.shape,), [rule]).rise)
         update = self.scene.plan.update
         if self.tape.clock is not None:
             # A rank's step ends when it has all buckets. The last one is broadcast by the owner

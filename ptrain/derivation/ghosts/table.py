@@ -37,6 +37,7 @@ from ptrain.derivation.ghosts.wrapping import (
 )
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.optimizers.groups import rules_of_unit
 from ptrain.runtime.ghost import Ghost
 from ptrain.runtime.interface import Shape
 from ptrain.spec.placement import Tier
@@ -79,9 +80,10 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
 
 
 def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
-    if spec.optimizer.properties.is_elementwise:
+    if spec.optimizer.is_elementwise and spec.optimizer.is_uniform:
         return (unit.is_root, unit.numel, unit.trained_numel, unit.quantized_numel)
-    return (unit.is_root, unit.trained_shapes, unit.numel, unit.quantized_numel)
+    rules = rules_of_unit(spec.optimizer, unit)
+    return (unit.is_root, unit.trained_shapes, unit.numel, unit.quantized_numel, rules)
 
 
 def _play_unit(

@@ -46,7 +46,7 @@ from ptrain.optimizers.update import Scale
 from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.runtime.interface import OptimizerLeaf
 from ptrain.runtime.torch import TorchRuntime
-from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
@@ -221,7 +221,7 @@ class FlatWrap(WrappedModel):
         self.step = step
         room = TorchRuntime(mesh, registry, step.path)
         # A rule that is not elementwise, such as Muon, needs each tensor in full.
-        self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
+        self._by_tensor = not plan.spec.optimizer.is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         self._quantized: list[torch.Tensor] = []  # full on every rank, in no buffer
         wrapped = list(parameters_by_unit(model, plan.units))
@@ -403,8 +403,8 @@ class WrapOptimizer(Protocol):
         """Yield each target with its optimizer state by name."""
         ...
 
-    def leaves(self) -> Iterator[tuple[NamedTarget, OptimizerLeaf[torch.Tensor]]]:
-        """Yield each target with its leaf in torch's optimizer."""
+    def leaves(self) -> Iterator[tuple[NamedTarget, OptimizerLeaf[torch.Tensor], slice]]:
+        """Yield each target with its leaves in torch's optimizers, and each leaf's elements."""
         ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...

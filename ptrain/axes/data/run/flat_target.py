@@ -307,6 +307,9 @@ class FrozenTarget(_UnitInBuffer):
     def store(self, value: torch.Tensor) -> None:
         raise AssertionError("what is frozen is updated by nobody")
 
+    def local_numels(self) -> list[int]:
+        raise AssertionError("what is frozen is updated by nobody")
+
     def create_slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
         raise AssertionError("what is frozen has no optimizer state")
 
@@ -362,6 +365,17 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     def load(self, named: Named) -> None:
         if self.index == 0:
             self._whole.load(named)
+
+
+def names_of(target: object) -> list[str]:
+    """Return the names of the tensors that a target updates, as its stage names them."""
+    match target:
+        case FlatTarget() | FrozenTarget():
+            return [name for name, _ in target.unit.named]
+        case FlatTensorTarget() | ParameterTarget():
+            return [target.name]
+        case _:
+            raise AssertionError(f"unknown name of {type(target).__name__}")
 
 
 def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -455,8 +469,9 @@ class ZeroRedundancyUpdate:
             yield target, dict(held) if held else self._initial_state(target, torch.device("meta"))
         yield from ((frozen, {}) for frozen in self.frozen)
 
-    def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
-        yield from ((target, TorchLeaf(target.parameter)) for target in self.targets)
+    def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf, slice]]:
+        for target in self.targets:
+            yield target, TorchLeaf(target.parameter), slice(target.parameter.numel())
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Yield buckets and optimizer state.

@@ -107,6 +107,9 @@ class ParameterTarget:
         held = self.value()
         return None if is_same_memory(held, value) else held
 
+    def local_numels(self) -> list[int]:
+        return [self.value().numel()]
+
     def split(self, part: torch.Tensor) -> Named:
         return self.named_tensors(part)
 

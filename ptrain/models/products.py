@@ -1,4 +1,4 @@
-"""Linear layers whose matrix products take fp8 factors with dynamic scales, as in torchao.
+"""Matrix products with fp8 factors and dynamic scales, as in torchao, or in torch.autocast.
 
 y = x·Wᵀ has three products: the output, the gradient of x (g·W) and the gradient of W (gᵀ·x). Each
 factor is multiplied by a scale that brings its largest absolute value to the largest fp8 number,
@@ -15,6 +15,13 @@ arguments and result: it sums products of the fp8 values in fp32 (fp64 for an fp
 scales the sum. torch's own CPU operator depends on the version and the processor: some versions
 take one scale per tensor only, none returns fp64, and oneDNN replaces it on processors with AMX.
 
+Autocast: each block and the output head run in a context of their own, whose operators are those of
+one context around the model. Parameters, embedding, norms and residual sums stay in fp32; the loss
+takes bf16 logits and computes in fp32. Autocast does not cast fp64, so equality tests compute in
+fp64. The contexts keep no cache of cast weights. A weight is used once in a micro-batch, and its
+copy is saved for backward anyway. With recomputed activations, a cache would keep the copies of all
+blocks until the end of forward.
+
 Legend of shape suffixes: M tokens, K inputs and N outputs of a layer.
 """
 
@@ -28,7 +35,9 @@ from torch import Tensor, nn
 
 from ptrain.errors import input_error
 from ptrain.internals.matrix_products import scaled_mm
+from ptrain.models.transformer import Transformer
 from ptrain.spec.precision import FP8_CAPABILITY, Matmul
+from ptrain.steps.step import Quantize
 
 _EPS = 1e-12  # torchao's smallest absolute maximum, below which scales do not grow
 _EXPONENT = -(2**23)  # int32 mask of the sign and exponent of an fp32 number
@@ -198,3 +207,48 @@ def use_float8(module: nn.Module, names: Iterable[str], recipe: Matmul) -> None:
             # The module stays the same object, as in torch's fully_shard: hooks and names remain.
             linear.__class__ = Float8Linear
             linear.recipe = recipe
+
+
+def _autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def use_autocast(module: nn.Module, names: Iterable[str]) -> None:
+    """Run the forward of submodules in torch.autocast, in place.
+
+    Args:
+        module: A model or the part of a pipeline stage.
+        names: The paths of blocks and of the head; paths that the module lacks are skipped.
+    """
+    known = dict(module.named_modules())
+    for name in names:
+        if (found := known.get(name)) is not None:
+            _override(found, "forward")
+    if isinstance(module, Transformer) and module.head is None:
+        _override(module, "logits")  # of a tied head, which is no module
+
+
+def _override(module: nn.Module, method: str) -> None:
+    """Run a method of a module in torch.autocast."""
+    kind = type(module)
+    plain = getattr(kind, method)
+
+    def run(self: nn.Module, x: Tensor, *args: Any) -> Any:
+        with _autocast(x):
+            return plain(self, x, *args)
+
+    # The module stays the same object, as in torch's fully_shard: hooks and names remain.
+    module.__class__ = type(f"Autocast{kind.__name__}", (kind,), {method: run})
+
+
+def change_products(module: nn.Module, step: Quantize) -> None:
+    """Change the factors of matrix products, in place.
+
+    Args:
+        module: A model or the part of a pipeline stage.
+        step: The factors, and the modules that have them.
+    """
+    if step.recipe is Matmul.AUTOCAST:
+        use_autocast(module, step.modules)
+    else:
+        use_float8(module, step.modules, step.recipe)
