@@ -34,8 +34,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_the_code_book_is_that_of_normal_quantiles() -> None:
-    """QLoRA, section 3 and appendix E: quantiles of N(0, 1), eight of them from 0 down and nine from
-    0 up, with 0 once, divided by the largest."""
+    """QLoRA, section 3 and appendix E: quantiles of N(0, 1), eight of them from 0 down and nine
+    from 0 up, with 0 once, divided by the largest."""
     normal_icdf = torch.distributions.Normal(0.0, 1.0).icdf
     offset = 0.9677083  # bitsandbytes, create_normal_map
     above = normal_icdf(torch.linspace(offset, 0.5, 9, dtype=torch.float64)[:-1])
