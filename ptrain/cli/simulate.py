@@ -23,6 +23,7 @@ from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.kernels import workspaces
 from ptrain.errors import input_error
+from ptrain.facts.parameters import count_weights
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import result_record, rows_of
@@ -174,7 +175,7 @@ def _simulate_ranks(
     equal_ranks = {rank: ranks for ranks in rank_classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
-        print_screen(heading(spec, facts.num_weights), *lines)
+        print_screen(heading(spec, count_weights(facts)), *lines)
     ranks = choose_ranks(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
         with show_progress(f"simulating rank {rank} of {spec.world_size}") as step:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed
+from ptrain.facts.parameters import count_weights
 from ptrain.files import temporary_folder
 from ptrain.installed import require_torch
 from ptrain.plan.lower import built_in_facts
@@ -101,7 +102,7 @@ def _load_checked(source: str, overrides: tuple[str, ...], *, allow_import: bool
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):
-        _require_reference_memory(spec, built_in_facts(spec).num_weights)
+        _require_reference_memory(spec, count_weights(built_in_facts(spec)))
     return TitledSpec(title=" ".join([source, *overrides]), spec=spec)
 
 

@@ -517,7 +517,7 @@ def token_operations(
     """Return the floating-point operations of one token, forward and backward."""
     of_parameters = sum(
         (_OF_A_FROZEN if tensor.is_frozen else _OF_A_PARAMETER)
-        * elements_met(shape, tensor.name, tensor.num_weights)
+        * elements_met(shape, tensor.name, tensor.num_quantized or tensor.numel)
         for tensor in facts.tensors
         if not _is_looked_up(shape, tensor.name)
     )

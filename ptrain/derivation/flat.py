@@ -339,9 +339,9 @@ class Flat(Wrap):
         trained = frozen = None
         if unit.trained:
             trained = UnitState(members, self._cuts_of(unit.trained_numel, step), step, layout)
-        if unit.cast_frozen:
-            kept = GhostMembers(unit.cast_frozen, self.tape)
-            cuts = self._cuts_of(unit.cast_frozen_numel, step.of_frozen)
+        if others := [tensor for tensor in unit.frozen if not tensor.num_quantized]:
+            kept = GhostMembers(others, self.tape)
+            cuts = self._cuts_of(sum(tensor.numel for tensor in others), step.of_frozen)
             frozen = Parameters(kept, cuts, step.of_frozen, layout)
         return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
 

@@ -155,10 +155,13 @@ def itemsizes(spec: Spec) -> dict[State, int]:
 
 def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
     """Return |X| in bytes. Ω and G exist only for trained parameters."""
-    sizes = itemsizes(spec)
-    return {state: size * facts.trained_numel for state, size in sizes.items()} | {
-        State.PARAMETERS: facts.parameter_bytes(sizes[State.PARAMETERS])
+    numel = {State.PARAMETERS: facts.numel - facts.quantized_numel}
+    sizes = {
+        state: size * numel.get(state, facts.trained_numel)
+        for state, size in itemsizes(spec).items()
     }
+    sizes[State.PARAMETERS] += facts.quantized_numel
+    return sizes
 
 
 def reconstruction_unit(facts: ModelFacts, numel_of: NumelOf = _numel) -> int:

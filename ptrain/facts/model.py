@@ -366,9 +366,6 @@ class AttentionFacts(NamedTuple):
         return tuple(module.heads for module in self.modules)
 
 
-# The layers with experts of a model, for expert parallelism.
-
-
 class ExpertLayers(NamedTuple):
     """The layers with experts of a model, which are equal.
 
@@ -394,8 +391,7 @@ class TensorFacts(NamedTuple):
         cut_over: The axes that the tensor is sharded over.
         is_copy: True for a stage's copy of a tensor that another stage has, as for tied weights.
         is_frozen: True if it is not trained, so that it has no gradient and no optimizer state.
-        num_quantized: The elements of a quantized weight, whose `shape` counts the bytes of a row
-            per output. 0 for other tensors.
+        num_quantized: The elements of a quantized weight, whose `shape` counts bytes; else 0.
     """
 
     name: str
@@ -408,16 +404,6 @@ class TensorFacts(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def num_weights(self) -> int:
-        """The elements before quantization."""
-        return self.num_quantized or self.numel
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if the tensor holds the bytes of a quantized weight."""
-        return self.num_quantized > 0
 
     @property
     def is_cut(self) -> bool:
@@ -456,7 +442,7 @@ class UnitFacts:
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
         object.__setattr__(self, "trained_numel", sum(map(math.prod, self.trained_shapes)))
-        quantized = sum([tensor.numel for tensor in self.tensors if tensor.is_quantized])
+        quantized = sum([tensor.numel for tensor in self.tensors if tensor.num_quantized])
         object.__setattr__(self, "quantized_numel", quantized)
 
     @property
@@ -465,16 +451,6 @@ class UnitFacts:
         if len(self.trained) == len(self.tensors):
             return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
-
-    @property
-    def cast_frozen(self) -> tuple[TensorFacts, ...]:
-        """The frozen tensors in the dtype of the parameters."""
-        return tuple([tensor for tensor in self.frozen if not tensor.is_quantized])
-
-    @property
-    def cast_frozen_numel(self) -> int:
-        """The elements of frozen tensors in the dtype of the parameters."""
-        return self.numel - self.trained_numel - self.quantized_numel
 
     @property
     def name(self) -> str:
@@ -595,10 +571,6 @@ class ModelFacts:
         """The bytes of all quantized weights."""
         return sum(unit.quantized_numel for unit in self.units)
 
-    def parameter_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all parameters; of those without quantization, `itemsize` each."""
-        return (self.numel - self.quantized_numel) * itemsize + self.quantized_numel
-
     def is_passed_by(self, unit: UnitFacts) -> bool:
         """Return True if no gradient reaches the output of a unit that has nothing to train.
 
@@ -616,13 +588,6 @@ class ModelFacts:
     def numel(self) -> int:
         """The number of parameters, P. Bytes of quantized weights count as elements."""
         return sum(unit.numel for unit in self.units)
-
-    @property
-    def num_weights(self) -> int:
-        """The number of parameters before quantization."""
-        if not self.quantized_numel:
-            return self.numel
-        return sum(tensor.num_weights for tensor in self.tensors)
 
 
 def module_prefixes(name: str) -> Iterator[str]:

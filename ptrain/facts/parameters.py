@@ -280,10 +280,17 @@ def _with_adapters(table: Table, rank: int) -> Iterator[tuple[str, Shape]]:
             )
 
 
+def count_weights(facts: ModelFacts) -> int:
+    """Return the number of parameters before quantization."""
+    if not facts.quantized_numel:
+        return facts.numel
+    return sum(tensor.num_quantized or tensor.numel for tensor in facts.tensors)
+
+
 def quantize_facts(facts: ModelFacts, kind: Quantization) -> ModelFacts:
     """Return the facts of a built-in model whose linear layers have quantized weights."""
 
-    def quantized(tensor: TensorFacts) -> TensorFacts:
+    def quantize_tensor(tensor: TensorFacts) -> TensorFacts:
         is_linear = tensor.name.startswith("blocks.") and len(tensor.shape) == _MATRIX
         if not (is_linear and tensor.is_frozen):
             return tensor
@@ -291,12 +298,14 @@ def quantize_facts(facts: ModelFacts, kind: Quantization) -> ModelFacts:
         stored = (rows, kind.row_bytes(columns))
         return tensor._replace(shape=stored, num_quantized=tensor.numel)
 
-    units = [replace(unit, tensors=tuple(map(quantized, unit.tensors))) for unit in facts.units]
+    units = [
+        replace(unit, tensors=tuple(map(quantize_tensor, unit.tensors))) for unit in facts.units
+    ]
     tables = [
         (f"{tensor.name.removesuffix('weight')}pairs", _BYTE_VALUES)
         for unit in units
         for tensor in unit.tensors
-        if tensor.is_quantized and kind is Quantization.NF4
+        if tensor.num_quantized and kind is Quantization.NF4
     ]
     return replace(facts, units=tuple(units), buffers=(*facts.buffers, *tables))
 

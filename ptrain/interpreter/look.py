@@ -44,7 +44,12 @@ from ptrain.models.ledger import OperatorMode, local_tensor
 from ptrain.models.meta import NeedsValuesError, build_on_meta
 from ptrain.models.moe import weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.quantized import quantize_frozen
+from ptrain.models.quantized import (
+    QuantizedLinear,
+    quantize_frozen,
+    quantize_rows,
+    quantized_linear,
+)
 from ptrain.models.units import ROOT
 from ptrain.models.window import Window, has_overlapping_rows, select_rows
 from ptrain.plan.lower import lower
@@ -207,8 +212,23 @@ class ModuleFiller:
     ) -> None:
         """Write the initial values of a window of a tensor."""
         name, shape = self._copies.get(name, name), parameter.shape
+        linear = quantized_linear(self._module, name)
         for ordered, place in self._order.model_windows(name, shape, window, part):
-            self._values.write_window(name, shape, ordered, place)
+            if linear is None:
+                self._values.write_window(name, shape, ordered, place)
+            else:
+                self._write_quantized(name, linear, ordered, place)
+
+    def _write_quantized(
+        self, name: str, linear: QuantizedLinear, window: Window, part: torch.Tensor
+    ) -> None:
+        """Write a window of the bytes of a quantized weight. Full rows are read, because the scales
+        of a row depend on all of its elements."""
+        (rows, columns), shape = window, (linear.out_features, linear.in_features)
+        values = torch.empty(rows[1], shape[1], dtype=self._values.dtype, device="cpu")
+        self._values.write_window(name, shape, (rows, (0, shape[1])), values)
+        assert linear.quantization is not None, "the weight is quantized"
+        part.copy_(quantize_rows(values, linear.quantization).narrow(1, *columns))
 
 
 MOST_COPIED = 2**23  # bytes of a matrix that are multiplied at once, about a CPU's cache

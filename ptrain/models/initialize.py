@@ -66,7 +66,7 @@ from ptrain.models.pretrained import (
     weights_of,
 )
 from ptrain.models.published_config import StoredPiece
-from ptrain.models.quantized import quantize_frozen, quantize_rows, quantized_linear
+from ptrain.models.quantized import quantize_frozen
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.block import Norm
@@ -440,18 +440,6 @@ class InitialValues:
             window: Offset and size along each dimension, in elements.
             part: Receives the values, in the window's size.
         """
-        if (linear := quantized_linear(self.module, name)) is not None:
-            # Full rows are read, because scales depend on all elements of a row.
-            (rows, columns), inputs = window, linear.in_features
-            values = torch.empty(rows[1], inputs, dtype=self.dtype, device="cpu")
-            self._write_values(name, (shape[0], inputs), (rows, (0, inputs)), values)
-            assert linear.quantization is not None, "the weight is quantized"
-            part.copy_(quantize_rows(values, linear.quantization).narrow(1, *columns))
-            return
-        self._write_values(name, shape, window, part)
-
-    def _write_values(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
-        """Fill `part` with this window of a parameter that is not quantized."""
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
         elif self._is_read and not is_of_adapter(name):
@@ -487,8 +475,7 @@ def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Mod
         return torch.zeros(*shape, device="cpu")
     drawn = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
-    # GPT-2's scaling: the variance of the residual stream, a sum of as many outputs, stays
-    # independent of the depth.
+    # GPT-2's scaling makes the variance of the residual stream independent of the depth.
     std = STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
     # A digest of the name, so that the values of a parameter do not depend on which others are
     # drawn before it, and any rank can draw any parameter alone.
@@ -522,26 +509,17 @@ def reset_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64.
-    Quantized weights stay."""
+    """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64."""
     wide = torch.promote_types(dtype, torch.float32)
-    for parameter in module.parameters():
+    for parameter in filter(torch.is_floating_point, module.parameters()):  # none is quantized
         # The Parameter object stays, which may have several names.
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtype)
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(child, name, buffer.to(wide))
     if wide is torch.float64:  # values stored in fp32 lost precision, so tables are recomputed
         reset_buffers(module)
-
-
-def store_module(module: nn.Module, spec: Spec) -> None:
-    """Cast a module to the spec's dtypes, and quantize the frozen weights that `frozen.dtype`
-    names, in place."""
-    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
-    quantize_frozen(module, spec)
 
 
 _PLACE = "model"
@@ -560,7 +538,8 @@ def accept_module(module: nn.Module, spec: Spec) -> Spec:
     require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
-    store_module(module, spec)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    quantize_frozen(module, spec)
     module.train()
     return with_model(spec, module)
 

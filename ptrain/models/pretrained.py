@@ -577,11 +577,7 @@ def weights_of(shape: ModelShape) -> PretrainedWeights:
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
     """Raise SpecError unless a shape's folder has exactly the tensors of `module`."""
     weights_of(shape).require_parameters(
-        {
-            name: tuple(parameter.shape)
-            for name, parameter in module.named_parameters()
-            if not is_of_adapter(name)
-        }
+        {n: tuple(p.shape) for n, p in module.named_parameters() if not is_of_adapter(n)}
     )
 
 

@@ -19,6 +19,7 @@ Legend of shape suffixes: N outputs and K inputs of a layer, J blocks of a row, 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -50,13 +51,13 @@ def quantize_rows(weight_NK: Tensor, kind: Quantization) -> Tensor:
     wide_NK = weight_NK.float()
     if kind is Quantization.INT8:
         scale_N1 = wide_NK.abs().amax(1, keepdim=True) / _LARGEST
-        codes = (wide_NK / _divisor(scale_N1)).round_().to(torch.int8).view(torch.uint8)
+        codes = (wide_NK / _nonzero_scale(scale_N1)).round_().to(torch.int8).view(torch.uint8)
         return torch.cat((scale_N1.view(torch.uint8), codes), 1)
     padded_NJB = F.pad(wide_NK, (0, -wide_NK.shape[1] % NF4_BLOCK)).unflatten(1, (-1, NF4_BLOCK))
     scale_NJ = padded_NJB.abs().amax(2)
     bounds = [(low + high) / 2 for low, high in itertools.pairwise(NF4)]
     codes = torch.bucketize(
-        padded_NJB / _divisor(scale_NJ).unsqueeze(2),
+        padded_NJB / _nonzero_scale(scale_NJ).unsqueeze(2),
         torch.tensor(bounds, device=weight_NK.device),
         out_int32=True,
     ).to(torch.uint8)
@@ -65,7 +66,7 @@ def quantize_rows(weight_NK: Tensor, kind: Quantization) -> Tensor:
     return torch.cat((scale_NJ.view(torch.uint8), packed), 1)
 
 
-def _divisor(scale: Tensor) -> Tensor:
+def _nonzero_scale(scale: Tensor) -> Tensor:
     """Return the scales, with 1 for rows and blocks of zeros."""
     return torch.where(scale > 0, scale, 1.0)
 
@@ -193,22 +194,14 @@ def quantize_frozen(module: nn.Module, spec: Spec) -> None:
     """
     if (kind := spec.frozen.dtype) is None:
         return
-    tied = _names_by_weight(module)
+    uses = Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
     for block in blocks_of(module, spec.model.blocks):
         for linear in module.get_submodule(block).modules():
             is_plain = type(linear) is nn.Linear or isinstance(linear, QuantizedLinear)
             if not is_plain or linear.weight.requires_grad or not linear.weight.is_floating_point():
                 continue
-            if tied[id(linear.weight)] == 1:  # a shared weight has another use
+            if uses[id(linear.weight)] == 1:  # a shared weight has another use
                 quantize_linear(linear, kind)
-
-
-def _names_by_weight(module: nn.Module) -> dict[int, int]:
-    """Return the number of names of each parameter, by its id."""
-    counts: dict[int, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-    return counts
 
 
 def quantized_linear(module: nn.Module, name: str) -> QuantizedLinear | None:

@@ -24,6 +24,7 @@ from ptrain.cost import (
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.ghosts.wrapping import ranks_per_node
 from ptrain.errors import input_error
+from ptrain.facts.parameters import count_weights
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
@@ -184,7 +185,7 @@ def prediction_of(
         label=label or spec.name,
         spec=spec,
         derivation=derivation,
-        num_parameters=facts.num_weights,
+        num_parameters=count_weights(facts),
         advice=find_changes(spec, facts, exact, reload) if misfit else FitAdvice(),
         faster=find_faster(spec, facts, exact, reload) if tries and reload else (),
         **more,

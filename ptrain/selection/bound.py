@@ -154,8 +154,8 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
     """Return the bytes of a way with these degrees."""
     layout = base.precision.effective_layout
     held = sizes.stored_itemsize(layout.parameters.itemsize)
-    reduced = layout.reduced.itemsize * sizes.trained
-    optimizer = optimizer_itemsize(base.optimizer, layout) * sizes.trained
+    reduced = layout.reduced.itemsize * sizes.trained_share
+    optimizer = optimizer_itemsize(base.optimizer, layout) * sizes.trained_share
     lives, grads = [], []
     for own in (degrees, inside(degrees, sizes.shared_by)):
         has_theta = not way.is_made and way.is_near(_THETA)
@@ -163,7 +163,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
         omega = optimizer / way.parts(_OMEGA, own) if way.is_near(_OMEGA) else 0.0
         lives.append(theta + omega)
         parts = way.parts(_GRADS, own)
-        kept = layout.gradients.itemsize * sizes.trained
+        kept = layout.gradients.itemsize * sizes.trained_share
         grads.append(kept / parts if way.is_near(_GRADS) else 0.0)
     is_cut = any(way.cut[_GRADS])
     late = float(reduced) if is_cut and way.is_late else 0.0
@@ -172,7 +172,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
     # The unit in use and the prefetched ones are all-gathered at a time, next to one unit's full
     # gradient and the input of its reduction.
     moving = whole * (not way.keeps_forward) * (1 + way.ahead)
-    moving += (layout.parameters.itemsize * sizes.trained + reduced * way.overlaps) * is_cut
+    moving += (layout.parameters.itemsize * sizes.trained_share + reduced * way.overlaps) * is_cut
     return WayBytes(
         lives=(lives[0], lives[1]),
         grads=(grads[0], grads[1]),
@@ -264,7 +264,7 @@ class WaySeconds:
         self.links, self.way, self.degrees, self.sizes = links, way, degrees, sizes
         layout = links.base.precision.effective_layout
         self.held = sizes.stored_itemsize(layout.parameters.itemsize)
-        self.reduced = layout.reduced.itemsize * sizes.trained
+        self.reduced = layout.reduced.itemsize * sizes.trained_share
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
         self.gather = self.reduce = self.spread = 0.0  # of a unit
@@ -277,7 +277,9 @@ class WaySeconds:
         if way.is_brought and not way.is_near(_THETA):
             self.gather += self._copy_seconds(_THETA, self.held)
         if not way.is_near(_GRADS):
-            self.reduce += self._copy_seconds(_GRADS, layout.gradients.itemsize * sizes.trained)
+            self.reduce += self._copy_seconds(
+                _GRADS, layout.gradients.itemsize * sizes.trained_share
+            )
         self._hook()
 
     def _copy_seconds(self, state: State, itemsize: float) -> float:

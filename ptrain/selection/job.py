@@ -374,10 +374,8 @@ class SearchedJob:
     @cached_property
     def sized(self) -> Spec:
         """The base as estimates see it, with its own shape if the model has one."""
-        model = self.base.model
-        if not isinstance(model, ModelShape):
-            return self.scored
-        return replace(self.scored, model=model, frozen=self.base.frozen)
+        own: dict[str, Any] = {"model": m} if isinstance(m := self.base.model, ModelShape) else {}
+        return replace(self.scored, frozen=self.base.frozen, **own)
 
     @property
     def name(self) -> str:
@@ -438,10 +436,9 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
     """Return the shape that estimates use; None if tables cover the model. May raise SpecError."""
     if is_tabulated(base):
         return None
-    plain = without_programs(base)
     attention = shape.attention_by(None) if shape.is_grouped else shape.attention
-    without = replace(shape, lora_rank=None, attention=attention)  # adapters take little
-    for like in (shape, without, stand_in(without)):
+    shape, plain = replace(shape, lora_rank=None, attention=attention), without_programs(base)
+    for like in (shape, stand_in(shape)):
         if is_tabulated(replace(plain, model=like)):
             return like
     raise input_error(

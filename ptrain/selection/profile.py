@@ -49,8 +49,8 @@ class Sizes:
         copied: Tied parameters that a last stage holds a copy of.
         experts: Parameters of a block on only one of `shared_by` ranks.
         shared_by: Number of ranks over which experts are sharded.
-        trained: Share of a block's parameters that is trained.
-        quantized: Share of a block's parameters that is bytes of quantized weights.
+        trained_share: Share of a block's parameters that is trained.
+        quantized_share: Share of a block's parameters that is bytes of quantized weights.
     """
 
     layers: int
@@ -61,12 +61,12 @@ class Sizes:
     copied: int
     experts: int = 0
     shared_by: int = 1
-    trained: float = 1.0
-    quantized: float = 0.0
+    trained_share: float = 1.0
+    quantized_share: float = 0.0
 
     def stored_itemsize(self, itemsize: int) -> float:
         """Return the mean bytes of a stored parameter; without quantization it has `itemsize`."""
-        return itemsize + (1 - itemsize) * self.quantized
+        return itemsize + (1 - itemsize) * self.quantized_share
 
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
@@ -91,8 +91,8 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
         copied=sum(t.numel for t in root.tensors if t.name in tied),
         experts=experts // ranks if ranks > 1 else 0,
         shared_by=ranks,
-        trained=block.trained_numel / block.numel,
-        quantized=block.quantized_numel / block.numel,
+        trained_share=block.trained_numel / block.numel,
+        quantized_share=block.quantized_numel / block.numel,
     )
 
 

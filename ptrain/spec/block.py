@@ -301,23 +301,10 @@ class BlockOptions(ExpertOptions):
     ] = 1
     lora_rank: Annotated[
         int | None,
-        Integer(
-            "Rank of LoRA adapters on all linear layers within blocks. All other parameters are "
-            "frozen. Default: no adapters.",
-            1,
-            2**14,
-            accepts_null=True,
-        ),
+        Integer("Rank of LoRA adapters within blocks. Default: none.", 1, 2**14, accepts_null=True),
     ] = None
     lora_alpha: Annotated[
-        float,
-        Real(
-            "Scale of LoRA adapters: their output is multiplied by `lora_alpha` / `lora_rank`. "
-            "Default: 16.",
-            0.0,
-            1e6,
-            excludes_low=True,
-        ),
+        float, Real("LoRA output factor, over `lora_rank`. Default: 16.", 0, 1e6, excludes_low=True)
     ] = 16.0
     norm: Annotated[
         Norm,

@@ -47,16 +47,18 @@ from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.initialize import (
     accept_module,
     build_model,
+    cast_module,
     keeps_its_weights,
     require_fresh,
-    store_module,
     with_model,
 )
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.ledger import watch_modules
 from ptrain.models.moe import route_rows
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
 from ptrain.models.products import change_products
+from ptrain.models.quantized import quantize_frozen
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.runtime.world import fake_tensors
@@ -491,11 +493,11 @@ def _with_parts(facts: ModelFacts, traced: Traced) -> ModelFacts:
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts of a module.
 
-    The module is changed in place: its parameters are cast to the spec's dtype and, if no axis
-    shards or splits it, its blocks get the plan's activation modes. The state of the random
-    generator is restored. A model that cannot run backward on a CPU is not traced.
+    The module is changed in place: its parameters are cast or quantized and, if no axis shards it,
+    its blocks get the plan's modes. A model that cannot run backward on a CPU is not traced.
     """
-    store_module(model, spec)
+    cast_module(model, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    quantize_frozen(model, spec)
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known

@@ -41,7 +41,9 @@ from ptrain.interpreter.look import build_module
 from ptrain.models.boundary import PYTHONS, UserCodeError
 from ptrain.models.compiled import silent_blocks
 from ptrain.models.facts import untraced_facts
-from ptrain.models.initialize import build_model, store_module
+from ptrain.models.initialize import build_model, cast_module
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.quantized import quantize_frozen
 from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
@@ -405,7 +407,8 @@ def _play(
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    store_module(module, spec)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    quantize_frozen(module, spec)
     with kernels_for(spec), silent_blocks(spec.compile):
         return _part_of(module, spec, mesh, extent)
 

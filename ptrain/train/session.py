@@ -28,6 +28,7 @@ from ptrain.data.sampler import fingerprint_data
 from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, input_error
+from ptrain.facts.parameters import count_weights
 from ptrain.files import warn_if_unwritable, write_json, write_text
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
@@ -307,9 +308,8 @@ def _run_training(
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
-    heading = job_line(
-        spec, numel=facts.num_weights, backend=world.backend, device=world.device.type
-    )
+    number = count_weights(facts)
+    heading = job_line(spec, numel=number, backend=world.backend, device=world.device.type)
     session = replace(session, heading=heading)
     _announce(session, derivation.exact, program.whole_because)
     folder, exchange = session.folder, session.exchange

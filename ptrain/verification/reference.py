@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split, read_batch
 from ptrain.facts.float8 import products_of
-from ptrain.models.initialize import build_model, initialize, read_module_weights, store_module
+from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
 from ptrain.models.modes import seed_of_step
 from ptrain.models.moe import Gate, scale_losses, weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of
 from ptrain.models.products import use_float8
+from ptrain.models.quantized import quantize_frozen
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.groups import rule_of
@@ -370,7 +371,8 @@ def _build_module(spec: Spec) -> nn.Module:
         initialize(module, spec.train.seed)
     else:
         read_module_weights(module, spec.model.pretrained)
-    store_module(module, spec)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    quantize_frozen(module, spec)
     if isinstance(spec.model, ModelShape) and spec.precision.matmul.is_fp8:
         use_float8(module, products_of(spec.model).scaled, spec.precision.matmul)
     weight_router_losses(module, 1.0 / spec.batch.global_samples)

@@ -8,6 +8,7 @@ import ptrain
 from ptrain.algebra.legality import find_unsupported
 from ptrain.cost import State
 from ptrain.derivation.estimate import token_operations
+from ptrain.facts.parameters import count_weights
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.precision import Quantization
 from ptrain.spec.spec import Spec
@@ -40,7 +41,7 @@ def test_a_base_in_nf4_takes_4_5_bits_per_weight_and_the_rest_keeps_its_dtype() 
     widths = 4 * 2 * hidden + 2 * (hidden + kv - 2 * hidden) + 3 * (hidden + ffn)
     adapters = layers * 16 * widths
     others = 2 * vocab * hidden + (2 * layers + 1) * hidden
-    assert facts.num_weights == layers * linear + adapters + others
+    assert count_weights(facts) == layers * linear + adapters + others
     assert facts.trained_numel == adapters
     assert facts.quantized_numel == layers * linear * 9 // 16
     stored = 2 * (adapters + others) + layers * linear * 9 // 16

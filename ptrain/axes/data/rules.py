@@ -308,14 +308,15 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
             )
 
 
-_NOT_ADAPTED = (Axis.TP, Axis.CP, Axis.EP)
+_ADAPTED = (*DATA_AXES, Axis.PP)  # the axes that support adapters of built-in models
 
 
 def _quantized_elsewhere(spec: Spec) -> Iterator[Fault]:
     """Reject adapters of built-in models and quantized weights where they are not executed."""
     shape, dtype = spec.model, spec.frozen.dtype
     if isinstance(shape, ModelShape) and shape.lora_rank is not None:
-        there = {axis.value: f"mesh.{axis}=1" for axis in _NOT_ADAPTED if spec.degree(axis) > 1}
+        others = [factor.axis for factor in spec.factors if factor.axis not in _ADAPTED]
+        there = {axis.value: f"mesh.{axis}=1" for axis in others if spec.degree(axis) > 1}
         there |= {"experts": "model.experts=null"} if shape.experts is not None else {}
         for where, remedy in there.items():
             yield Fault(

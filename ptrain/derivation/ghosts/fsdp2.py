@@ -1,5 +1,4 @@
-"""Simulates FSDP2 (`torch.distributed.fsdp.fully_shard`): its allocations and traffic, in torch's
-order.
+"""Simulates FSDP2 (`torch.distributed.fsdp.fully_shard`): allocations and traffic, in its order.
 
 torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` has the order, `_fsdp_collectives.py`
 the operations. A reduction's input lives until the next unit's reduction begins, which waits for
@@ -32,15 +31,10 @@ from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 from ptrain.units import row_major
 
-# The ranks over which a unit is sharded. Experts: the ranks that have the same experts.
-
 
 class UnitShards(NamedTuple):
-    """The sharding of a unit: over `ranks` ranks of `axes`, with `replicas` of the shards over
-    other axes.
-
-    Without axes the unit is not wrapped, and is one shard.
-    """
+    """The shards of a unit over `ranks` ranks of `axes`, and their `replicas` over other axes.
+    Without axes the unit is not wrapped, and is one shard."""
 
     axes: tuple[Axis, ...]
     replicas: tuple[Axis, ...]
@@ -117,7 +111,7 @@ class Gathers:
         shards: Sequence[UnitShards],
         padded: Sequence[Sequence[int]],
         moved: Sequence[Sequence[bool]],
-        quantized: Sequence[Sequence[bool]],
+        itemsizes: Sequence[Sequence[int]],
     ) -> None:
         """Prepare the units.
 
@@ -127,7 +121,7 @@ class Gathers:
             shards: How each unit is sharded.
             padded: By unit, the padded elements of one rank's part of each tensor.
             moved: By unit, True for each tensor that is not sharded by rows.
-            quantized: By unit, True for each quantized weight, whose elements are bytes.
+            itemsizes: By unit, the bytes of an element of each tensor; 1 if it is quantized.
         """
         self.tape, self.step, self.times = scene.tape, step, scene.times
         self.holds_buffer = fsdp2_behavior().holds_buffer
@@ -137,16 +131,13 @@ class Gathers:
         self.stays = [  # gathered from forward to backward
             not step.sync.after_forward(is_root=unit.is_root) for unit in scene.units
         ]
-        itemsize = layout.parameters.itemsize
         self.tensors = [
-            [
-                size * own.ranks * (1 if is_quantized else itemsize)
-                for size, is_quantized in zip(sizes, of_bytes, strict=True)
-            ]
-            for own, sizes, of_bytes in zip(shards, padded, quantized, strict=True)
+            [size * own.ranks * itemsize for size, itemsize in zip(*pair, strict=True)]
+            for own, *pair in zip(shards, padded, itemsizes, strict=True)
         ]
         self.whole = [sum(sizes) for sizes in self.tensors]
-        self.uncast = [sum(compress(*pair)) for pair in zip(self.tensors, quantized, strict=True)]
+        cast = [[itemsize > 1 for itemsize in of_unit] for of_unit in itemsizes]
+        self.cast = [sum(compress(*pair)) for pair in zip(self.tensors, cast, strict=True)]
         self.moved = [sum(compress(*pair)) for pair in zip(self.tensors, moved, strict=True)]
         # a cast shard is copied into the gather's buffer once it is complete
         self.casts = step.materialized and layout.parameters is not layout.master
@@ -257,7 +248,7 @@ class Gathers:
         # are copied into the buffer. Shards without a cast are copied directly.
         shards = self.shards[unit]
         ranks = self.kept_ranks[unit] if between else shards.ranks
-        copied = (whole - self.uncast[unit]) // ranks if self.casts else 0
+        copied = self.cast[unit] // ranks if self.casts else 0
         self.tape.add(copied + whole)
         self.tape.hook(Hook.FSDP2_GATHER)
         self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
@@ -319,17 +310,17 @@ class FullySharded(InPlaceUpdate):
             [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
             for tensors, own in zip(self.listed, self.shards, strict=True)
         ]
-        quantized = [
-            [tensor.is_quantized for tensor in tensors if own.is_wrapped]
-            for tensors, own in zip(self.listed, self.shards, strict=True)
+        layout = scene.plan.update.layout
+        self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        itemsizes = [
+            [1 if tensor.num_quantized else self.e_parameters for tensor in tensors[: len(sizes)]]
+            for tensors, sizes in zip(self.listed, padded, strict=True)
         ]
-        self.gathers = Gathers(scene, step, self.shards, padded, moved, quantized)
+        self.gathers = Gathers(scene, step, self.shards, padded, moved, itemsizes)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
             for pair in zip(self.listed, moved, strict=True)
         ]
-        layout = scene.plan.update.layout
-        self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
         self.habits = fsdp2_behavior()
@@ -341,8 +332,7 @@ class FullySharded(InPlaceUpdate):
         num_units = len(totals)
         self.root = num_units - 1
         self.has_shard = [False] * num_units
-        # autograd's gradients, by parameter
-        self.fresh: list[dict[str, int]] = [{} for _ in range(num_units)]
+        self.fresh: list[dict[str, int]] = [{} for _ in range(num_units)]  # autograd's gradients
         self.last_gradient = [0] * num_units
         self.accumulates = [False] * num_units  # autograd adds to earlier gradients
         self.added = [0] * num_units  # bytes of the sum in the dtype of the reduction

@@ -146,7 +146,8 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     buffers = Counter[int]()
     for unit in joined_units(plan, facts.units):
         step = flat_step_of(plan, unit)
-        trained, frozen = unit.trained_numel, unit.cast_frozen_numel
+        trained = unit.trained_numel
+        frozen = unit.numel - trained - unit.quantized_numel
         for numel, own in ((trained, step), (frozen, step.of_frozen)):
             buffers[padded_flat(numel, ranks_over(spec, cut_axes(own)))] += bool(numel)
     return +buffers
@@ -382,7 +383,7 @@ class Sharded(InPlace):
             times * self._shards(unit).padded_elements(tensor.shape)
             for unit, times in self.kinds
             for tensor in unit.frozen
-            if tensor.is_quantized
+            if tensor.num_quantized
         )
 
     def _padded_elements(self, unit: UnitFacts) -> int:

@@ -265,7 +265,7 @@ class FlatWrap(WrappedModel):
         if kept is not None:
             targets.append(FrozenTarget(kept))
         targets += [ParameterTarget(*pair) for pair in quantized]
-        self._quantized += [_filled(*pair, write) for pair in quantized]
+        self._quantized += [_fill_parameter(*pair, write) for pair in quantized]
         self._targets.append(targets)
         return UnitParts(
             trained=state,
@@ -350,8 +350,8 @@ def _buffer_of(
     return members, cuts, step
 
 
-def _filled(name: str, parameter: nn.Parameter, write: RowWriter | None) -> torch.Tensor:
-    """Return a parameter that stays outside of the buffers, with its initial values."""
+def _fill_parameter(name: str, parameter: nn.Parameter, write: RowWriter | None) -> torch.Tensor:
+    """Fill and return a parameter that stays outside of the buffers, with its initial values."""
     tensor = parameter.detach()
     if write is not None:
         tensor.untyped_storage().resize_(tensor.nbytes)
