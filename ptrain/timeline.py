@@ -90,14 +90,14 @@ class Timeline(NamedTuple):
         backward: The items of the backward pass.
         moved: The storages that forward moves off the device and backward moves back, as pairs
             (tier, bytes).
-        repeated: The collectives of forward that backward runs again, as pairs (name, bytes of the
-            full tensor).
+        repeated: The tp collectives of forward that backward runs again, as (name, bytes of the
+            full tensor, ranks of the group or 0 for all).
     """
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
     moved: tuple[tuple[str, int], ...] = ()
-    repeated: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int, int], ...] = ()
 
 
 def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:

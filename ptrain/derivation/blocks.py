@@ -269,9 +269,9 @@ def moved_storages(setting: Setting, kept: Sequence[ActivationMode]) -> tuple[tu
 
 def repeated_collectives(
     setting: Setting, kept: Sequence[ActivationMode]
-) -> tuple[tuple[str, int], ...]:
-    """Return the (collective, bytes of the full tensor) that the blocks' backward passes repeat
-    over tp.
+) -> tuple[tuple[str, int, int], ...]:
+    """Return the (collective, bytes of the full tensor, 0 for all ranks) that the blocks' backward
+    passes repeat over tp.
 
     Args:
         setting: The model and its dimensions on one rank.
@@ -279,7 +279,7 @@ def repeated_collectives(
     """
     setting = setting.without_context  # `axes.context.cost` counts the traffic of cp
     return tuple(
-        (collective.value, size)
+        (collective.value, size, 0)
         for mode in kept
         for collective, size in block_passes(setting, mode, setting.shape.attention).sent
     )

@@ -163,6 +163,7 @@ def played_places(kinds: Sequence[Hashable], apart: int) -> Turns:
 Units = tuple[tuple[str, ...], ...]
 Places = dict[tuple[Mark, str], int]
 Pairs = tuple[tuple[str, int], ...]
+RepeatedCalls = tuple[tuple[str, int, int], ...]
 
 _PASSES = {
     Kind.FORWARD: "forward",
@@ -207,8 +208,8 @@ class LayerPasses(NamedTuple):
         return () if self.is_plain else blocks.moved_storages(self.setting, self.kept)
 
     @property
-    def repeated(self) -> Pairs:
-        """The (collective, bytes) of each collective that backward repeats."""
+    def repeated(self) -> RepeatedCalls:
+        """The (collective, bytes, ranks) of each collective that backward repeats."""
         return () if self.is_plain else blocks.repeated_collectives(self.setting, self.kept)
 
     def passes(self, units: Units, turns: Turns) -> dict[Kind, tuple[Item, ...]]:
@@ -398,7 +399,7 @@ def _setting_passes(
     return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 
-def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
+def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, RepeatedCalls]:
     """Return the bytes that a micro-batch moves off the device, and the collectives that backward
     repeats, on a built-in model's stage.
 
@@ -408,8 +409,8 @@ def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, P
         cut: The rank's part of each layer and of the sample.
 
     Returns:
-        (tier, bytes) for each moved storage, and (collective, bytes of the full tensor) for each
-        repeated call.
+        (tier, bytes) for each moved storage, and (collective, bytes of the full tensor, ranks or 0
+        for all) for each repeated call.
     """
     numbers, kept = _layers_of(spec, stage)
     layers = LayerPasses(setting_of(spec, cut), Place.MIDDLE, numbers, kept)
@@ -450,6 +451,8 @@ def is_tabulated(spec: Spec) -> bool:
     it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
+        return False
+    if spec.degree(Axis.TP) > shape.kv_heads:  # ranks gather keys and values of a shared head
         return False
     if spec.compile is not Compiled.NONE:  # fusions and saved tensors depend on torch's version
         return False

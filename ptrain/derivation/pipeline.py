@@ -41,7 +41,7 @@ from ptrain.derivation.ghosts.wrapping import (
     norm_traffic,
     other_bytes,
 )
-from ptrain.derivation.layers import Pairs, block_kinds, moved_and_repeated
+from ptrain.derivation.layers import Pairs, RepeatedCalls, block_kinds, moved_and_repeated
 from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
@@ -568,7 +568,7 @@ def _activation_traffic(
     yield from kept_traffic(spec, taken.plan, moved, repeated)
 
 
-def _moved_from_tables(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
+def _moved_from_tables(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, RepeatedCalls]:
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # no traffic, or unknown: the figure is then undefined

@@ -452,7 +452,7 @@ class Wrap(Marks):
 
 
 Moved = Sequence[tuple[str, int]]
-Repeated = Sequence[tuple[str, int]]
+Repeated = Sequence[tuple[str, int, int]]
 
 COPIES = {
     Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
@@ -469,7 +469,8 @@ def kept_traffic(
         spec: The spec, for the degree of the tensor axis.
         plan: The plan of the step.
         moved: (tier, bytes) of each tensor that leaves the device in one micro-batch.
-        repeated: (collective, bytes of the full tensor) of each repeated call in one micro-batch.
+        repeated: (collective, bytes of the full tensor, ranks or 0 for all) of each repeated call
+            in one micro-batch.
         times: How many micro-batches to count. None counts all micro-batches of a step.
     """
     times = plan.accumulate.micro_batches if times is None else times
@@ -489,8 +490,9 @@ def kept_traffic(
     if plan.tensor is None:
         assert not repeated, "what is sent over no axis by name is sent over tp"
         return
-    group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
-    for (name, size), number in Counter(repeated).items():
+    degree = spec.degree(plan.tensor.axis)
+    for (name, size, ranks), number in Counter(repeated).items():
+        group = Group((plan.tensor.axis,), ranks or degree)
         calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
         yield calls.traffic(group, size)
 

@@ -249,6 +249,9 @@ def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traf
     times = plan.accumulate.micro_batches
     for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
         yield Calls(collective, state, phase, number * times).traffic(group, payload)
+    shared = Group((step.axis,), step.kv_ranks)
+    for collective, state, phase, number, payload in _kv_calls(spec, plan, step, facts):
+        yield Calls(collective, state, phase, number * times).traffic(shared, payload)
     # backward passes of the last stage that are in halves
     halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
     for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
@@ -299,6 +302,21 @@ def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts
         yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
+def _kv_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
+    """Yield the calls over the ranks that share a key-value head."""
+    cut, itemsize = _operators(step, facts), spec.precision.effective_layout.parameters.itemsize
+    size, groups = (
+        spec.batch.micro * plan.tokens * itemsize,
+        spec.degree(step.axis) // step.kv_ranks,
+    )
+    for collective, phase in (
+        (Collective.ALL_GATHER, Phase.FORWARD),
+        (Collective.REDUCE_SCATTER, Phase.BACKWARD),
+    ):
+        features = [width // groups for width in cut.group_features(phase)]
+        yield from _activation_calls(collective, phase, features, size)
+
+
 def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Yield the calls of a loss on sharded logits.
 
@@ -337,6 +355,12 @@ def _operators(step: Parallelize, facts: ModelFacts) -> _Operators:
     return _Operators(step, facts)
 
 
+def _outputs_without_gradients(facts: ModelFacts) -> set[str]:
+    """Return the modules whose outputs have no gradients."""
+    trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
+    return {name for name in facts.stops if name not in trained}
+
+
 class _Operators:
     """The operators of a model, by the features per token that they communicate.
 
@@ -362,8 +386,7 @@ class _Operators:
         weights = self._weights[Role.ROW].items()
         # sharded operators on token shards, regardless of the tokens between sub-blocks
         self.of_slices = [shape[0] for name, shape in weights if self._is_of_slices(name)]
-        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
-        stopped = {name for name in facts.stops if name not in trained}  # outputs without gradients
+        stopped = self._stopped = _outputs_without_gradients(facts)
         of_rows = {name: shape[0] for name, shape in weights if not self._is_of_slices(name)}
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
@@ -416,6 +439,15 @@ class _Operators:
         norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
         shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
         self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+
+    def group_features(self, phase: Phase) -> list[int]:
+        """Return the features of column operators whose outputs ranks share, of all groups.
+
+        In backward, operators whose outputs have no gradient are left out.
+        """
+        stopped = self._stopped if phase is Phase.BACKWARD else ()
+        weights = self._weights[Role.GROUP_COLUMN].items()
+        return [shape[0] for name, shape in weights if name not in stopped]
 
     def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
         """Return the shapes of weights, by role and module."""

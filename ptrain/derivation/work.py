@@ -93,7 +93,8 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     if spec.compile is not Compiled.NONE or spec.precision.matmul is not Matmul.NONE:
         return facts.untraced or _UNTRACED
     shape = spec.model
-    is_known = plan.context is None or is_tabulated(spec)
+    shares_heads = plan.tensor is not None and plan.tensor.kv_ranks > 1
+    is_known = is_tabulated(spec) or (plan.context is None and not shares_heads)
     if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
         return _NO_TABLE
     modes = spec.activations.distinct_of(shape.layers)

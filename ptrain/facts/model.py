@@ -76,7 +76,7 @@ class RowsTimeline(NamedTuple):
     forward: tuple[RowsItem, ...]
     backward: tuple[RowsItem, ...]
     moved: tuple[tuple[str, RowsSize], ...] = ()
-    repeated: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int, int], ...] = ()
 
     def at_rows(self, rows: Sequence[int]) -> Timeline:
         """Return the timeline, given the rows that the experts of each layer get."""
@@ -112,7 +112,7 @@ class Passes(NamedTuple):
     output: int
     hidden: int
     moved: tuple[tuple[str, int], ...] = ()
-    repeated: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def loss_bytes(self) -> int:

@@ -420,7 +420,9 @@ def _completion_order(names: tuple[str, ...]) -> Iterator[str]:
         yield from parameters if module.endswith("norm") else reversed(parameters)
 
 
-def roles_of(shape: ModelShape, *, has_whole_experts: bool = False) -> Roles:
+def roles_of(
+    shape: ModelShape, *, has_whole_experts: bool = False, shares_kv_heads: bool = False
+) -> Roles:
     """Return the roles of a built-in model's modules, in the order of a forward pass.
 
     Norms of heads apply to a rank's heads; all other norms are between sub-blocks.
@@ -429,12 +431,16 @@ def roles_of(shape: ModelShape, *, has_whole_experts: bool = False) -> Roles:
         shape: The model.
         has_whole_experts: Each rank has some full experts, and a shard of the features of shared
             ones.
+        shares_kv_heads: Several ranks share a key-value head.
     """
     is_learned = shape.positions is Positions.LEARNED
     blocks = (
         *((f"blocks.*.{name}", Role.NORM) for name in _norm_names(shape, "attention")),
         ("blocks.*.attention", Role.LATENT_INPUT if shape.is_latent else Role.WHOLE_INPUT),
-        *((f"blocks.*.attention.{name}", role) for name, role in _attention_roles(shape)),
+        *(
+            (f"blocks.*.attention.{name}", role)
+            for name, role in _attention_roles(shape, shares_kv_heads)
+        ),
         ("blocks.*.attention.output", Role.ROW),
         *((f"blocks.*.{name}", Role.NORM) for name in _norm_names(shape, "mlp")),
         *_feed_forward_roles(shape, has_whole_experts),
@@ -444,7 +450,7 @@ def roles_of(shape: ModelShape, *, has_whole_experts: bool = False) -> Roles:
     return (("embed", Role.VOCABULARY), *positions, *blocks, ("norm", Role.LAST_NORM), *head)
 
 
-def _attention_roles(shape: ModelShape) -> Iterator[tuple[str, Role]]:
+def _attention_roles(shape: ModelShape, shares_kv_heads: bool) -> Iterator[tuple[str, Role]]:
     """Yield the roles of the projections to queries, keys and values.
 
     Latent features are replicated: they serve all heads, so each rank's heads contribute a part of
@@ -455,7 +461,9 @@ def _attention_roles(shape: ModelShape) -> Iterator[tuple[str, Role]]:
         yield from ((name, Role.LATENT) for name in (*down, "kv_down", "kv_norm"))
         yield from ((name, Role.INNER_COLUMN) for name in ("query_up", "kv_up"))
         return
-    yield from ((name, Role.COLUMN) for name in ("query", "key", "value"))
+    yield "query", Role.COLUMN
+    kv_role = Role.GROUP_COLUMN if shares_kv_heads else Role.COLUMN
+    yield from ((name, kv_role) for name in ("key", "value"))
     yield from ((name, Role.SHARED) for name in ("query_norm", "key_norm") if shape.qk_norm)
 
 

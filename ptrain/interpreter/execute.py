@@ -129,7 +129,13 @@ def _cut_operators(step: Parallelize, piece: ModelPart, rank: Construction) -> N
         step,
         "the activations saved for backward are already those of unsharded operators",
     )
-    parallelize(piece.module, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
+    parallelize(
+        piece.module,
+        step,
+        rank.mesh.submesh((step.axis,)),
+        rank.mesh.registry,
+        rank.mesh.consecutive_group(step.axis, step.kv_ranks),
+    )
     require_rows(
         piece.module,
         rank.mesh.group_size((step.axis,)),

@@ -249,17 +249,18 @@ class Recording:
         return tuple(event for events in others for event in events)
 
     @property
-    def recomputed_collectives(self) -> tuple[tuple[str, int], ...]:
+    def recomputed_collectives(self) -> tuple[tuple[str, int, int], ...]:
         """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
         return tuple(
-            pair for works in self.works.values() for pair in list_recomputed_collectives(works)
+            call for works in self.works.values() for call in list_recomputed_collectives(works)
         )
 
 
-def list_recomputed_collectives(works: Works) -> list[tuple[str, int]]:
-    """Return kind and full-tensor bytes of each tensor-parallel collective that ran again."""
+def list_recomputed_collectives(works: Works) -> list[tuple[str, int, int]]:
+    """Return kind, full-tensor bytes and ranks of each tensor-parallel collective that ran
+    again."""
     return [
-        (work.record.collective.value, work.record.payload)
+        (work.record.collective.value, work.record.payload, work.record.ranks)
         for _, work in works
         if work.pass_kind is PassKind.AGAIN
         and isinstance(work.record, RecordedCollective)

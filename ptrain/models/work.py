@@ -117,7 +117,7 @@ class RecordedCollective:
         dtype: Its dtype; None for integers.
         axis: Name of the axis; "" for tp.
         is_hop: True if the full tensor goes to one rank.
-        ranks: Size of the group; 0 if the axis is not named.
+        ranks: Size of the group.
         beside: Number of works recorded before it is awaited.
     """
 
@@ -426,7 +426,7 @@ def find_collective(function: Any, args: Any, result: Any) -> RecordedCollective
         # A rank of a ring sends all rows to one rank. The template has no send, so it uses an
         # all-to-all.
         is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
-        ranks=process_groups.group_size(args) if is_named else 0,
+        ranks=process_groups.group_size(args),
     )
 
 

@@ -27,6 +27,7 @@ from ptrain.axes.data.form import (
 from ptrain.axes.expert.form import experts_of, loads_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.axes.tensor.cost import ranks_per_kv_head
 from ptrain.cost import State
 from ptrain.errors import SpecError, input_error
 from ptrain.facts.float8 import products_of
@@ -301,9 +302,14 @@ def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return None
-    activations = factor.placement.activations.distribution
+    activations, kv_ranks = factor.placement.activations.distribution, 1
     if not roles and isinstance(spec.model, ModelShape):
-        roles = roles_of(spec.model, has_whole_experts=bool(spec.folded_axes))
+        kv_ranks = ranks_per_kv_head(spec.model, factor.degree) or 1
+        roles = roles_of(
+            spec.model,
+            has_whole_experts=bool(spec.folded_axes),
+            shares_kv_heads=kv_ranks > 1,
+        )
     return Parallelize(
         axis=factor.axis,
         roles=roles,
@@ -312,6 +318,7 @@ def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize
         is_saved_cut=activations is Distribution.GATHERED,
         loss_parallel=spec.tensor.loss_parallel,
         is_naive=spec.tensor.is_naive,
+        kv_ranks=kv_ranks,
     )
 
 

@@ -150,10 +150,11 @@ def _schedule_of(spec: Spec) -> Schedule | None:
 def _parallelize_text(step: Parallelize) -> str:
     pairs = "column-wise, one by one" if step.is_naive else "column- and row-wise in pairs"
     between = "sharded by tokens" if step.is_sequence else "replicated"
+    shared = f"; {step.kv_ranks} ranks share a key-value head" if step.kv_ranks > 1 else ""
     saved = ", saved as shards and all-gathered again in backward" if step.is_saved_cut else ""
     return (
-        f"shard operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
-        f"logits {_logits_text(step)}"
+        f"shard operators over {step.axis}: {pairs}; activations between them {between}{saved}"
+        f"{shared}; logits {_logits_text(step)}"
     )
 
 

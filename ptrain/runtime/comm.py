@@ -384,6 +384,7 @@ class Mesh:
         self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._adopted: dict[str, tuple[Axis, ...]] = {}
+        self._consecutive: dict[tuple[Axis, int], dist.ProcessGroup | None] = {}
         self._coordinates: dict[Axis, int] = {}
         _require_size(step, world)
         if step.axes:
@@ -449,6 +450,22 @@ class Mesh:
         for group in own:
             self.register_group(group, (axis,))
         return own[0] if own else None
+
+    def consecutive_group(self, axis: Axis, size: int) -> dist.ProcessGroup | None:
+        """Return the group of `size` consecutive ranks along `axis` that contains this rank.
+
+        The first call is a collective over all ranks, and its result is cached.
+
+        Args:
+            axis: The axis of the group.
+            size: The number of ranks, which divides the degree. None is returned for 1.
+        """
+        key, starts = (axis, size), range(0, self.degrees[axis], size)
+        if size > 1 and key not in self._consecutive:
+            lines = (range(start, start + size) for start in starts)
+            own = [self.create_group_at(axis, line) for line in lines]
+            self._consecutive[key] = next(filter(None, own))
+        return self._consecutive.get(key)
 
     def register_group(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
         """Register a group along `axes` that was created elsewhere, and set its timeout.

@@ -152,6 +152,8 @@ class Role(Word):
     COLUMN = "column"  # sharded by output features
     FUSED_COLUMN = "fused column"  # several concatenated projections, each sharded by outputs
     TRANSPOSED_COLUMN = "transposed column"  # a weight stored as inputs x outputs
+    # sharded by output features, which are all-gathered over the ranks that share a key-value head
+    GROUP_COLUMN = "group column"
     ROW = "row"  # sharded by input features; outputs are partial sums
     TRANSPOSED_ROW = "transposed row"
     VOCABULARY = "vocabulary"  # an embedding, sharded by rows
@@ -180,7 +182,7 @@ Roles = tuple[tuple[str, Role], ...]
 # The sizes of the concatenated outputs of a fused projection, by patterns of module names.
 Fusions = tuple[tuple[str, tuple[int, ...]], ...]
 
-COLUMNS = (Role.COLUMN, Role.FUSED_COLUMN, Role.TRANSPOSED_COLUMN)
+COLUMNS = (Role.COLUMN, Role.FUSED_COLUMN, Role.TRANSPOSED_COLUMN, Role.GROUP_COLUMN)
 ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
 
 # The roles that a user's plan may contain, with their meanings.

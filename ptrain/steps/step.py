@@ -239,6 +239,7 @@ class Parallelize(PlanStep):
             again in backward.
         loss_parallel: Logits stay sharded over the vocabulary.
         is_naive: Each column-parallel operator takes its input and reduces its gradient separately.
+        kv_ranks: The number of consecutive ranks that share a key-value head.
     """
 
     axis: Axis
@@ -249,6 +250,7 @@ class Parallelize(PlanStep):
     is_saved_cut: bool = False
     loss_parallel: bool = True
     is_naive: bool = False
+    kv_ranks: int = 1
 
     @property
     def has_whole_ends(self) -> bool:

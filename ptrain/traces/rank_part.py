@@ -20,6 +20,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -420,6 +421,7 @@ class RankPart:
         batch: Samples.
         sequence: Tokens per sample.
         mesh: The mesh over which operators are sharded; this process plays one of its ranks.
+        kv_group: The ranks that share a key-value head, if several do.
         context: The shards of the tokens over cp.
         experts: Leaves a module only the rank's experts.
         slices: The number of shards of the tokens between blocks.
@@ -431,6 +433,7 @@ class RankPart:
     sequence: int
     tensor: Parallelize | None = None
     mesh: DeviceMesh | None = None
+    kv_group: dist.ProcessGroup | None = None
     context: ContextSlices | None = None
     experts: Callable[[nn.Module], None] | None = None
     slices: int = 1
@@ -562,7 +565,8 @@ class RankPart:
         """Change a module in place, and return the function of its loss."""
         if self.tensor is not None:
             assert self.mesh is not None, "operators are not sharded over ranks"
-            parallelize(module, replace(self.tensor, roles=roles), self.mesh, TagRegistry())
+            step = replace(self.tensor, roles=roles)
+            parallelize(module, step, self.mesh, TagRegistry(), self.kv_group)
         if self.context is not None:
             self.context.apply(module)
         if self.experts is not None:

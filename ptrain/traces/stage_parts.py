@@ -235,6 +235,9 @@ def rank_part(
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
+        kv_group=mesh.consecutive_group(plan.tensor.axis, plan.tensor.kv_ranks)
+        if mesh and plan.tensor
+        else None,
         context=ContextSlices(plan.context, mesh, spec.reduce_scatter, cut, facts.attending)
         if mesh and plan.context
         else None,

@@ -75,6 +75,26 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     )
 
 
+@pytest.mark.parametrize(
+    ("degree", "activations", "shape", "data"),
+    [
+        (4, "S", {"kv_heads": 2}, {}),
+        nightly(2, "R", {"kv_heads": 1}, {}),
+        nightly(4, "S*", {"kv_heads": 1}, {}),
+        nightly(2, "S", {"kv_heads": 1, "qk_norm": True, "bias": "qkv"}, {"dp_shard": "zero3"}),
+        nightly(2, "R", {"kv_heads": 1}, {"cp": "R,R,R,S"}),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_key_value_head_are_exact_and_equal_one_device(
+    ranks: Ranks, degree: int, activations: str, shape: dict[str, Any], data: dict[str, Any]
+) -> None:
+    spec = tensor_spec(
+        "gqa", activations=activations, degree=degree, data=data, accumulate=1, shape=shape
+    )
+    assert not MATRIX.differences(ranks, spec)
+
+
 # ZeRO-3 runs by default above, of gpt with slices of tokens; tp alone in the first test.
 @pytest.mark.parametrize(
     ("degrees", "data"),

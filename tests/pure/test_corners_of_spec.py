@@ -374,7 +374,7 @@ WAITING = """replicas are outside shards; quantized weights are executed;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;
-    the naive plan has no latent attention;
+    the naive plan has no latent attention; shared heads are not compiled;
     gathered shards are equal; shards of shards are equal;
     tp shards have one kind of data shards;
     units are within a stage; one policy for both passes; units exist until their weight gradients;

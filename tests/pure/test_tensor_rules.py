@@ -44,16 +44,33 @@ def test_the_nearest_tuple_is_legal_and_keeps_legal_modes():
         assert str(each.activations) not in ("S", "S*") or nearest.activations == each.activations
 
 
-@pytest.mark.parametrize(
-    ("degree", "fields"), [(5, ["heads", "kv_heads"]), (8, ["kv_heads"]), (24, ["kv_heads"])]
-)
+@pytest.mark.parametrize(("degree", "fields"), [(5, ["heads", "kv_heads"]), (8, ["kv_heads"])])
 def test_a_degree_that_does_not_divide_is_rejected_with_those_that_do(degree, fields):
     faults = check(spec(degree, batch={"sequence": 240}))
     found = [fault.finding for fault in faults]
     assert [name for name in SHAPE if any(f"divide {name}: " in text for text in found)] == fields
-    assert {fault.remedy for fault in faults} == {"Use one of 1, 2, 3, 4, 6, 12 for `mesh.tp`."}
-    for choice in (2, 3, 4, 6, 12):
+    assert {fault.remedy for fault in faults} == {"Use one of 1, 2, 3, 4, 6, 12, 24 for `mesh.tp`."}
+    for choice in (2, 3, 4, 6, 12, 24):
         assert not check(spec(choice, batch={"sequence": 240}))
+
+
+def test_ranks_that_share_a_key_value_head_have_equal_parts_of_it():
+    one = SHAPE | {"kv_heads": 1, "hidden": 24 * 6}  # a head of 6 features
+    (fault,) = check(spec(4, model=one))
+    assert "tp=4 does not divide kv_heads: 1, and its ranks cannot share" in fault.finding
+    assert fault.remedy == "Use one of 1, 2, 3, 6 for `mesh.tp`."
+    assert not check(spec(6, model=one))
+
+
+@pytest.mark.parametrize(
+    ("place", "section"),
+    [("tensor.plan", {"tensor": {"plan": "naive"}}), ("compile", {"compile": "block"})],
+)
+def test_a_naive_plan_and_compiled_blocks_need_full_key_value_heads(place, section):
+    (fault,) = find_unsupported(spec(24, **section))
+    assert fault.place == place
+    assert "with tp=24 ranks that share 12 key-value heads" in fault.finding
+    assert not find_unsupported(spec(12, **section))
 
 
 def test_every_rank_has_rows_of_the_vocabulary():

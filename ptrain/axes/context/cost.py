@@ -116,7 +116,7 @@ class _Exchange:
         self.step, self.via = step, spec.reduce_scatter
         cut = spec.degree(Axis.TP)
         head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
-        kv_heads = heads.kv_heads // cut
+        kv_heads = max(1, heads.kv_heads // cut)  # several ranks of tp may share a head
         kv_heads *= kv_repeats(step.ulysses, kv_heads)
         self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)

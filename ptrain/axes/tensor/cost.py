@@ -11,10 +11,11 @@ from math import gcd
 from typing import Protocol
 
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
+from ptrain.errors import input_error
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Placement, R, Role, Roles, S, matches_pattern
 from ptrain.spec.spec import Spec
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, with_noun
 
 Shape = tuple[int, ...]
 
@@ -23,6 +24,7 @@ _NUMBERS = re.compile(r"\d+")
 _CUT_DIM = {
     Role.COLUMN: (0, 0),
     Role.TRANSPOSED_COLUMN: (1, 0),
+    Role.GROUP_COLUMN: (0, 0),
     Role.HEAD: (0, 0),
     Role.VOCABULARY: (0, None),
     Role.ROW: (1, None),
@@ -75,6 +77,25 @@ def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str
     if shape.experts is not None and (shape.shared_experts or not has_whole_experts):
         sizes["expert_ffn" if shape.expert_ffn else "ffn"] = shape.width_of_expert
     return sizes
+
+
+def ranks_per_kv_head(shape: ModelShape, degree: int) -> int | None:
+    """Return the number of tp ranks that share a key-value head.
+
+    Each of them has equally many rows of the head's weights, and all-gathers its keys and values.
+
+    Args:
+        shape: The model.
+        degree: The number of ranks.
+
+    Returns:
+        1 if each rank has full heads. None if neither the heads nor the rows of a head can be
+        divided equally.
+    """
+    if shape.kv_heads % degree == 0:
+        return 1
+    ranks, rest = divmod(degree, shape.kv_heads)
+    return None if rest or shape.head_dim % ranks else ranks
 
 
 class OperatorSharding(Protocol):
@@ -205,8 +226,20 @@ def _degrees_to_search(spec: Spec, devices: int, written: FixedChoices) -> Itera
     """Return the degrees to search, which are at most the devices of a node.
 
     Every operator of a block waits for the collectives of tp. Set larger degrees in the spec.
+
+    Raises:
+        SpecError: The spec sets a degree larger than the number of key-value heads.
     """
-    cluster, shape = spec.cluster, spec.model
+    cluster, shape, written_degree = spec.cluster, spec.model, written.degree(Axis.TP)
+    if isinstance(shape, ModelShape) and written_degree and written_degree > shape.kv_heads:
+        raise input_error(
+            "mesh.tp",
+            f"not supported yet: searching with tp={written_degree} for a model with "
+            f"{with_noun(shape.kv_heads, 'key-value head')}, because no memory table covers ranks "
+            "that share a head",
+            f"Use `mesh.tp={shape.kv_heads}` or less, or predict single placements with "
+            "`ptrain predict`.",
+        )
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most
     within = (size for size in divisors(common) if size <= most and devices % size == 0)

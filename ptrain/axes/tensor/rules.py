@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import gcd, lcm, prod
 
 from ptrain.axes.data.form import data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.axes.tensor.cost import cut_sizes, shard_sizes, shards_differ
+from ptrain.axes.tensor.cost import cut_sizes, ranks_per_kv_head, shard_sizes, shards_differ
 from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED
+from ptrain.spec.dials import Compiled
 from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, R, Role, S
@@ -66,13 +68,16 @@ def _size_faults(spec: Spec) -> Iterator[Fault]:
     if degree == 1 or not isinstance(shape, ModelShape):
         return
     fields = cut_sizes(shape, has_whole_experts=bool(spec.folded_axes))
-    common = gcd(*fields.values())
-    choices = [d for d in range(1, common + 1) if common % d == 0]
+    common = gcd(*(number for name, number in fields.items() if name != "kv_heads"))
+    fits = partial(ranks_per_kv_head, shape)
+    choices = [d for d in range(1, common + 1) if common % d == 0 and fits(d)]
     for name, number in fields.items():
-        if number % degree:
+        is_kv = name == "kv_heads"
+        if number % degree and not (is_kv and fits(degree)):
             yield Fault(
                 place="mesh.tp",
-                finding=f"tp={degree} does not divide {name}: {number}",
+                finding=f"tp={degree} does not divide {name}: {number}"
+                + (", and its ranks cannot share these heads equally" if is_kv else ""),
                 remedy=f"Use one of {', '.join(map(str, choices))} for `mesh.tp`"
                 + (_other_width(name, number, degree) if name in _FREE_WIDTHS else "")
                 + ".",
@@ -216,6 +221,25 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _shared_heads(spec: Spec) -> Iterator[Fault]:
+    degree, shape = spec.degree(Axis.TP), spec.model
+    if not isinstance(shape, ModelShape) or degree <= shape.kv_heads:
+        return
+    shared = f"tp={degree} ranks that share {with_noun(shape.kv_heads, 'key-value head')}"
+    if spec.tensor.is_naive:
+        yield Fault(
+            place="tensor.plan",
+            finding=f"not supported yet: naive with {shared}",
+            remedy="Use `tensor.plan=paired`.",
+        )
+    if spec.compile is not Compiled.NONE:
+        yield Fault(
+            place="compile",
+            finding=f"not supported yet: {spec.compile} with {shared}",
+            remedy=f"Remove `compile`, or use `mesh.tp={shape.kv_heads}` or less.",
+        )
+
+
 def _naive_latents(spec: Spec) -> Iterator[Fault]:
     is_latent = isinstance(spec.model, ModelShape) and spec.model.is_latent
     if is_latent and spec.degree(Axis.TP) > 1 and spec.tensor.is_naive:
@@ -251,6 +275,7 @@ TENSOR = AxisRules(
         SpecRule(name="all tokens between blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan uses all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="the naive plan has no latent attention", theorem="", faults=_naive_latents),
+        SpecRule(name="shared heads are not compiled", theorem="", faults=_shared_heads),
         SpecRule(name="gathered shards are equal", theorem="", faults=_logit_faults),
         SpecRule(name="shards of shards are equal", theorem="", faults=_shards_of_rows),
         SpecRule(name="tp shards have one kind of data shards", theorem="", faults=_smaller_shards),

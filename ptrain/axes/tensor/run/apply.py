@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -33,8 +34,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -50,6 +49,7 @@ from ptrain.axes.tensor.run.styles import (
     SEQUENCE,
     FullInput,
     FullOutput,
+    GatheredFeatures,
     GatherTokens,
     GradientsLikeParameters,
     HeadParallel,
@@ -60,7 +60,8 @@ from ptrain.axes.tensor.run.styles import (
     ReplicateParallel,
     ShardTokens,
     SummedGradients,
-    replace_parameters,
+    TransposedColumn,
+    TransposedRow,
 )
 from ptrain.errors import input_error
 from ptrain.facts.stages import is_within
@@ -278,48 +279,6 @@ def drawn_by_rank() -> AbstractContextManager[None]:
     return replace_attributes(module, **{tracker: _NoTracker()})
 
 
-# Parallel styles for layers whose weight is stored inputs by outputs (transformers' Conv1D).
-# torch's styles do not support them.
-
-
-class TransposedColumn(ColwiseParallel):
-    """A column layer, whose weight is sharded by its second dimension. Its bias is sharded too."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute_module(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
-
-
-class TransposedRow(RowwiseParallel):
-    """A row layer, whose weight is sharded by its first dimension. Its bias is replicated."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # RowwiseParallel sets this in its `_apply`, which accepts only nn.Linear and
-        # nn.Embedding (torch/distributed/tensor/parallel/style.py, 2.13).
-        self.desired_input_layouts = (Shard(-1),)
-        return _distribute_module(
-            self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}
-        )
-
-
-def _distribute_module(
-    style: Any, module: nn.Module, device_mesh: DeviceMesh, placements: dict[str, Placement]
-) -> nn.Module:
-    def cut(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-        def part(name: str, whole: torch.Tensor) -> DTensor:
-            cut_as = [placements[name]]
-            return distribute_tensor(whole, mesh, cut_as, src_data_rank=style.src_data_rank)
-
-        replace_parameters(child, part)
-
-    return distribute_module(
-        module,
-        device_mesh,
-        cut,
-        partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts),
-        partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
-    )
-
-
 # A sub-block whose code reads its number of features or heads from attributes, or from the width of
 # its input, gets the rank's numbers, while its column layers get the full input.
 
@@ -368,7 +327,11 @@ class LocalCounts:
 
 
 def parallelize(
-    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
+    model: nn.Module,
+    step: Parallelize,
+    device_mesh: DeviceMesh,
+    registry: TagRegistry,
+    kv_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Shard the operators of a model by the roles of the plan, in place.
 
@@ -377,6 +340,7 @@ def parallelize(
         step: The roles of its modules.
         device_mesh: The 1-d mesh of tp.
         registry: Receives the tags of gradients.
+        kv_group: The ranks that share a key-value head, if several do.
     """
     # Read before the styles: each of them registers a new Parameter under one name only.
     tied = _tied_names(model)
@@ -396,6 +360,9 @@ def parallelize(
             # All ranks have equal tensors already. With a source rank, torch would scatter each
             # tensor from it.
             parallelize_module(module, device_mesh, style, src_data_rank=None)
+        if role is Role.GROUP_COLUMN:
+            assert kv_group is not None, "ranks that share a key-value head have a group"
+            parallelize_module(module, device_mesh, GatheredFeatures(kv_group))
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
     _draw_for_itself(model, step, device_mesh)
@@ -529,11 +496,11 @@ def _parallel_styles(
         case Role.WHOLE_INPUT:
             if not step.is_naive:
                 yield FullInput(between, regathers=step.is_saved_cut)
-        case Role.COLUMN | Role.TRANSPOSED_COLUMN:
+        case Role.COLUMN | Role.TRANSPOSED_COLUMN | Role.GROUP_COLUMN:
             # In the paired plan the sub-block has all-gathered its input already. A column
             # without a pair gathers it here.
             layout = between if step.is_naive or is_alone else Replicate()
-            style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
+            style = TransposedColumn if role is Role.TRANSPOSED_COLUMN else ColwiseParallel
             yield style(input_layouts=layout)
         case Role.ROW | Role.TRANSPOSED_ROW:
             style = RowwiseParallel if role is Role.ROW else TransposedRow

@@ -25,12 +25,14 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
+    distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ptrain.cost import State
 from ptrain.internals.autograd import Hooks, innermost_saved_tensor_hooks
+from ptrain.internals.functional_collectives import all_gather_tensor, reduce_scatter_sum
 from ptrain.models.compiled import ReadThrough
 from ptrain.models.ledger import with_first
 from ptrain.models.moe import weight_router_losses
@@ -345,6 +347,36 @@ class InnerShards(ParallelStyle):
         return LocalShards()._apply(module, device_mesh)
 
 
+class GatheredFeatures(ParallelStyle):
+    """The style that all-gathers the features of a module's output over a group of ranks.
+
+    Each rank of the group uses all of them, so their gradients are summed over the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _, __, own: _GatherFeatures.apply(own, self.group))
+        return module
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """All-gathers the last dimension; backward sums the gradients and keeps this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = all_gather_tensor(own[None], group)  # [ranks, ..., features of a rank]
+        return parts.movedim(0, -2).flatten(-2)  # a copy, in rank order
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0).contiguous()
+        return reduce_scatter_sum(parts, ctx.group)[0], None
+
+
 class FullOutput(_TokenStyle):
     """The style that all-gathers a module's output as a DTensor."""
 
@@ -415,6 +447,48 @@ class HeadParallel(ColwiseParallel):
         return ColwiseParallel._prepare_output_fn(
             output_layouts, use_local_output, mod, outputs, device_mesh
         )
+
+
+# Parallel styles for layers whose weight is stored inputs by outputs (transformers' Conv1D).
+# torch's styles do not support them.
+
+
+class TransposedColumn(ColwiseParallel):
+    """A column layer, whose weight is sharded by its second dimension. Its bias is sharded too."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _distribute_module(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+
+
+class TransposedRow(RowwiseParallel):
+    """A row layer, whose weight is sharded by its first dimension. Its bias is replicated."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # RowwiseParallel sets this in its `_apply`, which accepts only nn.Linear and
+        # nn.Embedding (torch/distributed/tensor/parallel/style.py, 2.13).
+        self.desired_input_layouts = (Shard(-1),)
+        return _distribute_module(
+            self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}
+        )
+
+
+def _distribute_module(
+    style: Any, module: nn.Module, device_mesh: DeviceMesh, placements: dict[str, Placement]
+) -> nn.Module:
+    def cut(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+        def part(name: str, whole: torch.Tensor) -> DTensor:
+            cut_as = [placements[name]]
+            return distribute_tensor(whole, mesh, cut_as, src_data_rank=style.src_data_rank)
+
+        replace_parameters(child, part)
+
+    return distribute_module(
+        module,
+        device_mesh,
+        cut,
+        partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts),
+        partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
+    )
 
 
 class ReplicateParallel(ParallelStyle):
