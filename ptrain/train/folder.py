@@ -418,7 +418,11 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary = root / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
-    temporary.replace(root / "latest")
+    try:
+        temporary.replace(root / "latest")
+    except OSError:  # such as a folder of this name
+        temporary.unlink()
+        raise
 
 
 def _describe_environment(num_ranks: int) -> Mapping[str, object]:
