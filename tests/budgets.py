@@ -24,12 +24,12 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51460,
+    "ptrain": 51860,
     "ptrain/activations": 410,
     "ptrain/algebra": 280,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
-    "ptrain/axes/data": 2260,
+    "ptrain/axes/data": 2310,
     "ptrain/axes/expert": 560,
     "ptrain/axes/pipeline": 1560,
     "ptrain/axes/tensor": 700,
@@ -37,28 +37,28 @@ BUDGETS: dict[str, int] = {
     "ptrain/charts": 840,
     "ptrain/cli": 1790,
     "ptrain/convert": 430,
-    "ptrain/data": 1060,
+    "ptrain/data": 1180,
     "ptrain/derivation": 4930,
     "ptrain/facts": 820,
-    "ptrain/internals": 480,
+    "ptrain/internals": 490,
     "ptrain/interpreter": 1080,
     "ptrain/meters": 1470,
-    "ptrain/models": 5120,
+    "ptrain/models": 5150,
     "ptrain/optimizers": 500,
     "ptrain/plan": 500,
     "ptrain/rates": 370,
-    "ptrain/report": 2430,
-    "ptrain/runtime": 1000,
+    "ptrain/report": 2440,
+    "ptrain/runtime": 1020,
     "ptrain/selection": 2680,
     "ptrain/simulation": 1050,
-    "ptrain/spec": 4090,
+    "ptrain/spec": 4100,
     "ptrain/steps": 470,
     "ptrain/traces": 2190,
-    "ptrain/train": 3100,
+    "ptrain/train": 3120,
     "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 48  # modules that exactly one other imports
-SMALL_MODULES = 38  # modules with fewer lines than SMALL
+ONE_IMPORTER = 49  # modules that exactly one other imports
+SMALL_MODULES = 37  # modules with fewer lines than SMALL
 # end
 
 

@@ -315,7 +315,7 @@ def create_store(host: str, port: int, waits: timedelta, **arguments: Any) -> di
     """
     results: Queue[dist.TCPStore | Exception] = Queue()
 
-    def create() -> None:
+    def connect_store() -> None:
         try:
             results.put(
                 dist.TCPStore(host, port, timeout=waits, wait_for_workers=False, **arguments)
@@ -323,7 +323,7 @@ def create_store(host: str, port: int, waits: timedelta, **arguments: Any) -> di
         except (RuntimeError, ValueError, OSError) as error:
             results.put(error)
 
-    Thread(target=create, daemon=True).start()
+    Thread(target=connect_store, daemon=True).start()
     try:
         # Half a second longer, so that an error of torch comes first.
         result = results.get(timeout=waits.total_seconds() + 0.5)

@@ -119,7 +119,7 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
 
 ROOT = Path("runs")
 _MOST_RECORD = 16 * 2**20  # bytes of env.json, which names the checkpoints that existed
-_PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")  # folders of a run folder
+_PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")
 _ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable folder."
 
 
@@ -420,9 +420,8 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary.symlink_to(name)
     try:
         temporary.replace(root / "latest")
-    except OSError:  # such as a folder of this name
-        temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # if a folder has this name
 
 
 def _describe_environment(num_ranks: int) -> Mapping[str, object]:
