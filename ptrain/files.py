@@ -176,14 +176,14 @@ def temporary_folder(*, keeps_failure: bool = False) -> Iterator[Path]:
     """
     _remove_abandoned()
     folder, descriptor = _create_locked()
+    has_failed = True
     try:
         yield folder
-    except BaseException:
-        if keeps_failure and any(folder.iterdir()):
-            (folder / _KEPT).touch()
-        raise
+        has_failed = False
     finally:
-        if not (folder / _KEPT).exists():
+        if keeps_failure and has_failed and any(folder.iterdir()):
+            (folder / _KEPT).touch()
+        else:
             shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 

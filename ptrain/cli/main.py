@@ -102,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         import errno
 
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename:
+            from ptrain.report.screen import print_lines
+
+            # A path of the user, of which any command may ask first whether it exists.
+            print_lines(f"error: {error.filename}: {error.strerror}", stream=sys.stderr)
+            return WRONG_INPUT
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

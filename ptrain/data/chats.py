@@ -296,9 +296,9 @@ class ChatTemplate:
         Raises:
             SpecError: The template treats such a message differently.
         """
-        if not any(self._special.search(message) for message in _texts(chat.messages)):
+        if not any(self._special.search(message) for message in _user_texts(chat.messages)):
             return []
-        marked = replace(chat, messages=_mark(chat.messages, self._special, _MARK))
+        marked = replace(chat, messages=_mark_words(chat.messages, self._special, _MARK))
         for number in range(len(chat.messages), 0, -1):
             pieces = self._render_messages(marked, number, is_ready=is_ready).split(_MARK)
             if "".join(pieces) == text:
@@ -427,26 +427,26 @@ class ChatTemplate:
         return self._as_text(sample, text, (first, last), words)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _user_texts(value: Any) -> Iterator[str]:
     """Yield the texts in messages whose special tokens count as text: all but those of answers."""
     match value:
         case str():
             yield value
         case dict() if value.get("role") != ANSWERS:
-            yield from chain.from_iterable(map(_texts, value.values()))
+            yield from chain.from_iterable(map(_user_texts, value.values()))
         case list():
-            yield from chain.from_iterable(map(_texts, value))
+            yield from chain.from_iterable(map(_user_texts, value))
 
 
-def _mark(value: Any, special: re.Pattern[str], mark: str) -> Any:
-    """Return messages with a mark before each special token in the texts of `_texts`."""
+def _mark_words(value: Any, special: re.Pattern[str], mark: str) -> Any:
+    """Return messages with a mark before each special token in the texts of `_user_texts`."""
     match value:
         case str():
             return special.sub(lambda word: mark + word[0], value)
         case dict() if value.get("role") != ANSWERS:
-            return {key: _mark(inner, special, mark) for key, inner in value.items()}
+            return {key: _mark_words(inner, special, mark) for key, inner in value.items()}
         case list():
-            return [_mark(inner, special, mark) for inner in value]
+            return [_mark_words(inner, special, mark) for inner in value]
         case _:
             return value
 

@@ -32,3 +32,27 @@ def cap_values(x: Tensor, cap: float | None) -> Tensor:
         cap: The bound, above 0.
     """
     return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def is_native(dtype: DType) -> bool:
+    """Return True if the CPU has instructions for matrix products in this dtype."""
+    match dtype:
+        case DType.BF16:
+            return _cpu_supports("_is_avx512_bf16_supported") or _cpu_supports(
+                "_is_amx_tile_supported"
+            )
+        case DType.FP16:
+            return _cpu_supports("_is_amx_fp16_supported")
+        case DType.FP32 | DType.FP64:
+            return True
+        case DType.FP8:
+            return False
+
+
+def _cpu_supports(query: str) -> bool:
+    """Return the answer of a query in `torch.cpu`.
+
+    It is False if this version of torch lacks the query: it has no such kernels either.
+    """
+    ask = getattr(torch.cpu, query, None)
+    return bool(ask and ask())

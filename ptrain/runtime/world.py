@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -277,19 +279,55 @@ def _open_store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.S
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks["RANK"] == 0 and not agent
-    store = dist.TCPStore(
+    store = create_store(
         host,
         ranks["MASTER_PORT"],
-        ranks["WORLD_SIZE"],
+        waits,
+        world_size=ranks["WORLD_SIZE"],
         is_master=is_master,
-        timeout=waits,
-        wait_for_workers=False,
         **(
             _inherited_socket() or listen_arguments(host, ranks["MASTER_PORT"]) if is_master else {}
         ),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     return dist.PrefixStore(f"attempt{attempt}", store)
+
+
+def create_store(host: str, port: int, waits: timedelta, **arguments: Any) -> dist.TCPStore:
+    """Return a store, or a connection to one, within a time limit.
+
+    torch 2.13 waits without a limit for a process that accepts its connection and is silent. So it
+    connects in a thread, which is abandoned then.
+
+    Args:
+        host: The address of the store.
+        port: Its port.
+        waits: The time limit.
+        arguments: More arguments of `TCPStore`.
+
+    Raises:
+        TimeoutError: The process at this address is silent.
+        RuntimeError: There is none, as `TCPStore` raises it.
+    """
+    results: Queue[dist.TCPStore | Exception] = Queue()
+
+    def connect_store() -> None:
+        try:
+            results.put(
+                dist.TCPStore(host, port, timeout=waits, wait_for_workers=False, **arguments)
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            results.put(error)
+
+    Thread(target=connect_store, daemon=True).start()
+    try:
+        # Half a second longer, so that an error of torch comes first.
+        result = results.get(timeout=waits.total_seconds() + 0.5)
+    except Empty:
+        raise TimeoutError("the process at this address is silent") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _inherited_socket() -> dict[str, int]:

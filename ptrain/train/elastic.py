@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, input_error
 from ptrain.report.screen import print_lines
-from ptrain.runtime.world import listen_arguments
+from ptrain.runtime.world import create_store, listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
@@ -39,9 +39,9 @@ from ptrain.train.launch import is_victim
 from ptrain.train.options import Options, rank_module
 
 BACKEND = "ptrain"
-# The first agent opens the store in this time. It is the default of read_timeout in
-# torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py (torch 2.13).
-_WAIT = timedelta(seconds=60)
+# The seconds in which the first agent opens the store. torch's own backend has this key, too
+# (torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py, torch 2.13).
+_TIMEOUT = "read_timeout"
 
 
 # torch's registry rejects a second creator for the name c10d (`register` in
@@ -81,11 +81,12 @@ def local_address(endpoint: str) -> str:
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return the rendezvous handler, as torch's registry calls it."""
-    store = _open_store(parameters.endpoint)
+    waits = timedelta(seconds=int(parameters.get(_TIMEOUT)))
+    store = _open_store(parameters.endpoint, waits)
     return create_handler(store, _Backend(store, parameters.run_id), parameters)
 
 
-def _open_store(endpoint: str) -> TCPStore:
+def _open_store(endpoint: str, waits: timedelta) -> TCPStore:
     """Open the store on the node that has the address of the endpoint, or connect to it.
 
     Raises:
@@ -95,16 +96,9 @@ def _open_store(endpoint: str) -> TCPStore:
     # {} makes this a client: the address is another node's, or a process listens on it already.
     arguments = listen_arguments(address, port)
     try:
-        return TCPStore(
-            address,
-            port,
-            is_master=bool(arguments),
-            timeout=_WAIT,
-            wait_for_workers=False,
-            **arguments,
-        )
-    except (RuntimeError, ValueError) as error:
-        finding = f"no agent responded at {endpoint} within {_WAIT.seconds} s"
+        return create_store(address, port, waits, is_master=bool(arguments), **arguments)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        finding = f"no agent responded at {endpoint} within {waits.seconds} s"
         raise RankFailed(f"error: --rdzv-endpoint: {finding}") from error
 
 
@@ -162,6 +156,7 @@ def launch_agent(settings: Options) -> int:
         rdzv_endpoint=settings.rdzv_endpoint,
         local_addr=local_address(settings.rdzv_endpoint),
         max_restarts=settings.max_restarts,
+        rdzv_configs={_TIMEOUT: max(1, int(spec.timeout.init))},
     )
     register_backend()
     # The agent reads the variable when it joins the rendezvous, and its ranks inherit it.

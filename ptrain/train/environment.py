@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -17,7 +18,7 @@ from typing import NoReturn
 import ptrain
 from ptrain.processor import cores
 
-# The allow-list of `recorded`.
+# The allow-list of `recorded_variables`: names, because a prefix would admit unknown variables.
 RECORDED = (
     "RANK",
     "LOCAL_RANK",
@@ -29,10 +30,20 @@ RECORDED = (
     "CUDA_VISIBLE_DEVICES",
     "SLURM_JOB_ID",
     "SLURM_NNODES",
-)
+    "GLOO_SOCKET_IFNAME",
+    *(f"NCCL_{name}" for name in (
+        "ALGO", "BUFFSIZE", "CROSS_NIC", "CUMEM_ENABLE", "DEBUG", "IB_DISABLE", "IB_HCA",
+        "MAX_NCHANNELS", "MIN_NCHANNELS", "NET_GDR_LEVEL", "NTHREADS", "NVLS_ENABLE",
+        "P2P_DISABLE", "P2P_LEVEL", "PROTO", "SHM_DISABLE", "SOCKET_IFNAME",
+    )),
+    *(f"TORCH_{name}" for name in (
+        "DISABLE_SHARE_RDZV_TCP_STORE", "DISTRIBUTED_DEBUG", "NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_BLOCKING_WAIT", "NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_TRACE_BUFFER_SIZE",
+    )),
+    *(f"TORCHELASTIC_{name}" for name in ("MAX_RESTARTS", "RESTART_COUNT", "USE_AGENT_STORE")),
+)  # fmt: skip
 # A child process that inherits these would be taken for a rank (`is_launched`).
 _RANK_VARIABLES = RECORDED[:6]
-RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +97,22 @@ def _is_zero(variable: str) -> bool:
 def agent_id() -> str:
     """Return an identifier of the torch agent that started this rank, "" without one.
 
-    It contains the job's id, the host, the process id of the agent, and its start time in clock
-    ticks of Linux, so that a later process with this id is not taken for the agent.
+    It contains a digest of the job's id, the host, the process id of the agent, and its start time
+    in clock ticks of Linux, so that a later process with this id is not taken for the agent. The
+    job's id itself is shared by its nodes only, and this identifier is recorded.
     """
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return ""
     stat = Path(f"/proc/{os.getppid()}/stat")
     # Field 22 of proc(5)'s stat is the start time. Field 2, the name, may contain spaces and ")".
     since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "?"
-    return f"{run_id} {platform.node()} {os.getppid()} {since}"
+    job = hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()
+    return f"{job} {platform.node()} {os.getppid()} {since}"
 
 
 def recorded_variables() -> dict[str, str]:
     """Return the allow-listed variables. Others may hold secrets and are never recorded."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in RECORDED or name.startswith(RECORDED_PREFIXES)
-    }
+    return {name: value for name, value in sorted(os.environ.items()) if name in RECORDED}
 
 
 def threads_per_rank(world_size: int) -> str:

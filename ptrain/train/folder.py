@@ -120,7 +120,7 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
 
 ROOT = Path("runs")
 _MOST_RECORD = 16 * 2**20  # bytes of env.json, which names the checkpoints that existed
-_PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")  # folders of a run folder
+_PARTS = ("logs", "checkpoints", "trace", "routing", "trackers")
 _ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable folder."
 
 
@@ -439,7 +439,10 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary = root / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
-    temporary.replace(root / "latest")
+    try:
+        temporary.replace(root / "latest")
+    finally:
+        temporary.unlink(missing_ok=True)  # if a folder has this name
 
 
 def _describe_environment(num_ranks: int) -> Mapping[str, object]:

@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from ptrain.cost import Estimate
 from ptrain.data.corpus import open_corpus
-from ptrain.data.sampler import fingerprint_data
-from ptrain.data.sampler import require_trainable_data as require_corpus
+from ptrain.data.sampler import fingerprint_data, require_trainable_data
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, input_error
 from ptrain.facts.parameters import count_weights
@@ -33,6 +32,7 @@ from ptrain.files import warn_if_unwritable, write_json, write_text
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
+from ptrain.models.numerics import is_native
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare_estimates, result_record, time_checks, verdict_word
 from ptrain.report.routing import LayerRouting, is_routing_recorded, routing_rows
@@ -165,32 +165,7 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
     return f"precision  {dtype} is emulated on this CPU and slow"
 
 
-def is_native(dtype: DType) -> bool:
-    """Return True if the CPU has instructions for matrix products in this dtype."""
-    match dtype:
-        case DType.BF16:
-            return _cpu_supports("_is_avx512_bf16_supported") or _cpu_supports(
-                "_is_amx_tile_supported"
-            )
-        case DType.FP16:
-            return _cpu_supports("_is_amx_fp16_supported")
-        case DType.FP32 | DType.FP64:
-            return True
-        case DType.FP8:
-            return False
-
-
-def _cpu_supports(query: str) -> bool:
-    """Return the answer of a query in `torch.cpu`.
-
-    It is False if this version of torch lacks the query: it has no such kernels either.
-    """
-    ask = getattr(torch.cpu, query, None)
-    return bool(ask and ask())
-
-
 _TRACES = "trace the parts of the model"
-_UNGUARDED = "this process cannot compare steps with a single device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +209,9 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_profiled_steps(spec)
     if spec.verify_every and guarded is None:
+        finding = "this process cannot compare steps with a single device"
         raise input_error(
-            "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
+            "verify_every", finding, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
     make_guard = guarded if spec.verify_every and guarded else StepGuard
     with rank_start.record_signals() as interrupts, ExitStack() as stack:
@@ -292,7 +268,7 @@ def _run_training(
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
     text = open_corpus(spec.data)
-    require_corpus(text, spec)
+    require_trainable_data(text, spec)
     if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
@@ -304,7 +280,8 @@ def _run_training(
         runs_fakes=False,
         progress=LOG.info,
     )
-    require_corpus(text, spec, facts.vocabulary)  # again, with the number of logits per token
+    # Again, with the number of logits per token.
+    require_trainable_data(text, spec, facts.vocabulary)
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
@@ -381,11 +358,11 @@ def _make_predictions(derivation: Derivation, probe: Probe, routing: RoutingLog)
     return Predictions(derivation=derivation, counted=counted)
 
 
-def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACES) -> Any:
+def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], what: str = _TRACES) -> Any:
     """Run `trace` on rank 0 and return its result on all ranks.
 
     If it fails, the error propagates on rank 0. The others return `{"problem": …}`, whose text
-    names the `action`.
+    names the action `what`.
     """
     answer = None
     try:
@@ -394,7 +371,7 @@ def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], action: str
     finally:
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
-            answer = {"problem": f"rank 0 could not {action}: {last}"}
+            answer = {"problem": f"rank 0 could not {what}: {last}"}
         # In `finally`, because the other ranks wait for this answer even if rank 0 fails.
         answer = exchange.broadcast(answer)
     return answer
@@ -478,7 +455,7 @@ def _save_checkpoint(
     program: Program, session: Session, consistency: Consistency, steps: int
 ) -> None:
     """Check that the ranks agree, and write a checkpoint."""
-    # A checkpoint has one copy of a replicated tensor, in which a difference would not show.
+    # A checkpoint has one copy of a replicated tensor, which hides a difference.
     consistency.require_agreement(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", display_path(path))

@@ -168,3 +168,15 @@ def test_logs_of_a_failure_are_kept(tmp_path, monkeypatch):
     with temporary_folder():
         pass
     assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_folder_named_latest_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    claim = open_run(load("zero3").spec, given=None, resuming=False, command="ptrain train")
+    with pytest.raises(OSError, match="directory"):  # which a training reports as a warning
+        folder.mark_as_latest(claim.folder)
+    claim.lock.release()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
+        "latest", claim.folder.path.name,
+    }  # fmt: skip

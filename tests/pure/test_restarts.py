@@ -103,6 +103,19 @@ def test_a_rank_restarted_by_an_agent_resumes_the_run_of_that_agent(here, monkey
 
 
 @pytest.mark.usefixtures("by_agent")
+def test_the_record_of_the_environment_has_harmless_variables_only(here, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "secret-of-the-job")
+    secret = ("WANDB_API_KEY", "HF_TOKEN", "NCCL_TOKEN", "TORCH_SECRET", "GLOO_KEY", "HTTPS_PROXY")
+    for name in secret:
+        monkeypatch.setenv(name, "secret-of-the-user")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    claim = open_folder()
+    claim.lock.release()
+    text = (claim.folder.path / "env.json").read_text()
+    assert "secret" not in text and "INFO" in text
+
+
+@pytest.mark.usefixtures("by_agent")
 def test_resume_applies_until_the_run_has_written_checkpoints(here):
     write_run(here / "run", 10, 50)
     for _ in range(2):  # the second attempt starts from the same checkpoint

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from ptrain.cli.main import main
+from ptrain.data.tokenized import read_text
+from ptrain.data.vocabulary import open_tokens
+from ptrain.errors import SpecError
+from ptrain.spec.names import list_files
 from tests.chat_folders import CHAT, save_tokenizer, write_chats
 
 HUGE = 2**40
@@ -48,7 +52,6 @@ KINDS = ("pipe", "device", "sparse")
         ("spec.yaml", "predict {}"),
         ("spec.toml", "predict {}"),
         ("plan.csv", "predict pp-1f1b mesh.pp.schedule={}"),
-        ("tokens.npy", "train zero3 mesh.dp_shard=1 data.path={} data.tokenizer=bytes"),
         ("a.txt", "tokenize {} --tokenizer bytes --out out.npy"),
         ("a.jsonl", "tokenize {} --tokenizer bytes --out out.npy"),
         ("a.parquet", "tokenize {} --tokenizer bytes --out out.npy"),
@@ -65,6 +68,50 @@ def test_a_file_that_does_not_end_is_rejected(
     error = capsys.readouterr().err
     assert "error" in error and "Traceback" not in error
     assert not Path("out.npy").exists()
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"predict {LONG}.yaml",
+        f"predict zero3 model.pretrained={LONG}",
+        f"train zero3 --run-dir {LONG}",
+        f"train zero3 --resume {LONG}",
+        f"tokenize {LONG}.txt --tokenizer bytes --out a.npy",
+        f"tokenize text.txt --tokenizer {LONG} --out a.npy",
+        f"export {LONG} --to out",
+        f"verify {LONG}",
+        f"compare {LONG} zero3",
+    ],
+    ids=lambda words: words.replace(LONG, "LONG"),
+)
+def test_a_path_of_300_letters_gives_a_message(
+    words: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("text")
+    assert main(words.split()) == 2
+    assert "error" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.pretrained"])
+def test_a_path_with_a_zero_byte_gives_a_message(key: str, tmp_path: Path, capsys: Any) -> None:
+    section, _, name = key.partition(".")
+    text = read_text(list_files("strategies")["zero3"])
+    lines = [line for line in text.splitlines() if not line.startswith(f"{section}:")]
+    (tmp_path / "a.yaml").write_text("\n".join([*lines, f'{section}: {{{name}: "a\\0b"}}', ""]))
+    assert main(["train", str(tmp_path / "a.yaml"), "--run-dir", str(tmp_path / "run")]) == 2
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_file_that_does_not_end_is_rejected(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"pipe or a device|not a complete"):
+        open_tokens(make_file(kind, tmp_path / "tokens.npy"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,12 +9,12 @@ import torch
 
 from ptrain.interpreter.loss import LossScale, global_norm, scale_down
 from ptrain.models.ledger import set_tier, tier_of
+from ptrain.models.numerics import is_native
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.steps.step import Clip, CreateMesh
-from ptrain.train.session import is_native
 
 
 def mesh() -> Mesh:

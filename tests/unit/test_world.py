@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.runtime.world import World
+from ptrain.runtime.world import World, create_store
 
 
 @pytest.fixture
@@ -71,3 +74,14 @@ def test_an_environment_that_holds_no_number_is_rejected_by_name(monkeypatch, na
         monkeypatch.setenv(each, value)
     with pytest.raises(SpecError, match=f"{name}: must be an integer; got 'one'"):
         World.join()
+
+
+def test_a_silent_process_at_the_rendezvous_port_is_reported_in_time():
+    """It accepts the connection and answers nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="is silent"):
+            create_store(*silent.getsockname(), timedelta(seconds=0.5), is_master=False)
+        assert time.monotonic() - began < 1.5
