@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51460,
+    "ptrain": 52010,
     "ptrain/activations": 410,
     "ptrain/algebra": 280,
     "ptrain/axes": 160,
@@ -34,8 +34,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/pipeline": 1560,
     "ptrain/axes/tensor": 700,
     "ptrain/calibration": 1040,
-    "ptrain/charts": 840,
-    "ptrain/cli": 1790,
+    "ptrain/charts": 1320,
+    "ptrain/cli": 1850,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
     "ptrain/derivation": 4930,
@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3100,
     "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 48  # modules that exactly one other imports
+ONE_IMPORTER = 49  # modules that exactly one other imports
 SMALL_MODULES = 38  # modules with fewer lines than SMALL
 # end
 

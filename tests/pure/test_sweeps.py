@@ -228,8 +228,8 @@ def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_t
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
     assert "usable memory 74.12 GiB" in words and "rejected" in words
-    assert any(", fits, " in text for text in words)
-    assert any(", does not fit, " in text for text in words)
+    assert any(text.startswith("Fits: ") for text in words)
+    assert any(text.startswith("Does not fit by ") for text in words)
     ticks = [line.points[0][0] for line in sheet.lines if not line.dash]
     (usable,) = {line.points[0][0] for line in sheet.lines if line.dash}
     assert len(ticks) == 2 and ticks[0] < usable < ticks[1]
