@@ -36,7 +36,7 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.report.simulation import MemoryHistory
 from ptrain.report.step_time import step_parts
 from ptrain.report.table import memory_text, moved_bytes
-from ptrain.spec.placement import CUT, DATA_AXES, Axis
+from ptrain.spec.placement import CUT, SAMPLE_AXES, Axis
 from ptrain.spec.spec import indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_memory, format_seconds, sum_by_key
@@ -205,9 +205,8 @@ def _mesh_rows(derivation: Derivation) -> Iterator[tuple[str, tuple[Axis, ...]]]
         size = format_memory(exact.bytes_of(state))
         yield f"{state}: {size} per rank ({', '.join(modes)})", spec.axes_where(state, *CUT)
     if derivation.plan.experts is not None:
-        yield "experts", tuple(derivation.plan.experts.axes)
-    axes = tuple(factor.axis for factor in spec.factors if factor.axis in DATA_AXES)
-    yield f"samples of the batch: {spec.batch.global_samples}", axes
+        yield "experts, a part of these states", tuple(derivation.plan.experts.axes)
+    yield f"samples of the batch: {spec.batch.global_samples}", SAMPLE_AXES
 
 
 def plan_sheets(plan: Plan) -> Iterator[Sheet]:

@@ -114,7 +114,8 @@ def _failure_answer(subject: PageSubject, progress: str) -> PageAnswer:
         ["\n".join(rest)],
     )
     if memory and memory[0] != _KILLED:
-        headline, lines = f"Out of memory after {progress}", [cause, *lines]
+        rank = cause.partition(" raised ")[0]
+        headline, lines = f"Out of memory on {rank} after {progress}", [cause, *lines]
     if memory and subject.prediction is not None:
         lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
         blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]

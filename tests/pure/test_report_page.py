@@ -111,7 +111,7 @@ def test_a_run_without_memory_names_the_cheapest_change_that_fits(tmp_path):
     spec = "name: ddp\nmodel: {preset: llama3-8b}\nmesh: {dp_replicate: 8}\nplacement: ddp\n"
     spec += "batch: {global: 8, micro: 1, sequence: 4096}\ncluster: {preset: h100-8}\n"
     text, _ = report(tmp_path, failed_run(tmp_path, FULL, spec=spec))
-    assert first_answer(text)[1].startswith("Out of memory after step ")
+    assert first_answer(text)[1].startswith("Out of memory on rank 0 after step ")
     answer = text[text.index('class="answer bad"') : text.index("<h3>")]
     assert "CUDA out of memory. Tried to allocate 2.00 GiB" in answer
     assert "Does not fit by " in answer and "changes that fit" in answer

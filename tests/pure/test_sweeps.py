@@ -298,7 +298,7 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert [point_figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert sort_points(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
-    assert any(text.endswith("250 ms per step") for text in texts)
+    assert any(text.endswith("250 ms/step") for text in texts)
 
 
 def test_the_fastest_point_that_fits_is_named_or_that_none_fits():
