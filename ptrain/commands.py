@@ -134,15 +134,13 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Or a model, "
                     "such as llama3-8b, with --cluster.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Job": (
                 value("--cluster", "NAME", "Predict for this cluster: a name from `ptrain specs`, "
                     "or a file. Default: from the spec."),
                 value("--devices", "N", "Use N devices, for a MODEL. Default: all devices of the "
                     "cluster.", type=positive),
-                _ALLOW_IMPORT,
-            ),
+                _ALLOW_IMPORT),
             "Figures": (
                 flag("--reserved", "Add the memory that the CUDA allocator would reserve. "
                     "Simulates one rank of each spec, which takes seconds and needs torch."),
@@ -176,15 +174,13 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "MODEL", "Model from `ptrain specs`, a YAML file with its "
                     "fields, or a SPEC.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Job": (
                 value("--cluster", "NAME", "Search placements for this cluster: a name from "
                     "`ptrain specs`, or a file. Default: from the SPEC."),
                 value("--devices", "N", "Use N devices. Default: all devices of the cluster.",
                     type=positive),
-                _ALLOW_IMPORT,
-            ),
+                _ALLOW_IMPORT),
             "Search": (
                 value("--objective", "GOAL", "Minimize this figure. One of time, memory, devices, "
                     "cost. Default: time.", choices=("time", "memory", "devices", "cost"),
@@ -233,8 +229,7 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Options": (
                 _ALLOW_IMPORT,
                 _JSON,
@@ -251,8 +246,7 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Ranks": (
                 value("--rank", "N", "Simulate rank N, or `all-distinct`: one rank of each kind. "
                     "Repeatable. Default: rank 0 and the rank with the highest predicted peak.",
@@ -261,8 +255,7 @@ COMMANDS = {
                     "is one, without the other ranks."),
                 flag("--every-block", "Run every block. Default: run a few of many equal blocks "
                     "and repeat their figures."),
-                _ALLOW_IMPORT,
-            ),
+                _ALLOW_IMPORT),
             "Output": (
                 _JSON,
                 _chart_option("Draw memory over the step."),
@@ -281,8 +274,7 @@ COMMANDS = {
             "Arguments": (
                 value("words", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: zero3.",
                     nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Run folder": (
                 value("--run-dir", "DIR", "Write the run to this folder. Default: a new folder in "
                     "runs/.", type=Path),
@@ -305,8 +297,7 @@ COMMANDS = {
                     type=count, default=0),
                 flag("--force", "Train even if the prediction does not fit, or if the ranks belong "
                     "to several nodes."),
-                _ALLOW_IMPORT,
-            ),
+                _ALLOW_IMPORT),
             "Measurement": (
                 value("--measure", "N", "Measure memory and traffic every N steps, in addition to "
                     "one steady step. Default: 0 (never).", type=count, default=0),
@@ -336,8 +327,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: "
                     "zero3.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Options": (_ALLOW_IMPORT, _JSON),
         },
         examples=("ptrain validate zero1 zero2 zero3", "ptrain validate zero3 mesh.dp_shard=2,4"),
@@ -350,8 +340,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Or a run "
                     "folder. Default: zero3.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Stages": (
                 value("--steps", "N", "Train N steps in each trajectory, at least 3. Default: 100.",
                     type=int, default=100),
@@ -367,8 +356,7 @@ COMMANDS = {
                 _ALLOW_IMPORT,
                 option("-v", "--verbose", action="store_true",
                     help="Print the checks that hold, too."),
-                _JSON,
-            ),
+                _JSON),
         },
         examples=(
             "ptrain verify zero3",
@@ -385,17 +373,14 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "RUN|SPEC", "Run folder, such as runs/latest. Or a name from "
-                    "`ptrain specs`, or a YAML file.", nargs="*"),
-                _OVERRIDES,
-            ),
+                    "`ptrain specs`, or a YAML file.", nargs="*"), _OVERRIDES),
             "Options": (
                 flag("--simulate", "Add memory over the step and by module. Simulates one rank "
                     "of each, which takes seconds and needs torch."),
                 value("--out", "FILE", "Write the page to this file. Default: report.html.",
                     type=Path, default=Path("report.html")),
                 _ALLOW_IMPORT,
-                _JSON,
-            ),
+                _JSON),
         },
         examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
         topics=("report", "compare"),
@@ -408,8 +393,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "BASE HEAD", "Two run folders, JSON files or specs. Documents "
                     "of one name in a file are joined.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Limits": (
                 value("--fail-on", "LIMITS", "Exit with 1 if HEAD exceeds a limit: "
                     "peak=1%%,bytes=0,verdict. Also memory, calls, time and loss. Default: no "
@@ -418,8 +402,7 @@ COMMANDS = {
             "Output": (
                 flag("--markdown", "Print a table for a pull request."),
                 flag("--all", "Show rows that are equal, too."),
-                _JSON,
-            ),
+                _JSON),
             "Options": (_ALLOW_IMPORT,),
         },
         examples=(
@@ -495,8 +478,7 @@ COMMANDS = {
                     "merged (adapters in the layers), alone (only the adapters). Default: write "
                     "all parameters of the model.", choices=("merged", "alone")),
                 _CODE_OF_RUN,
-                _JSON,
-            ),
+                _JSON),
         },
         examples=("ptrain export runs/latest --to exported",
             "ptrain export runs/lora --adapters merged --to merged"),
@@ -527,8 +509,7 @@ COMMANDS = {
                 value("--tokenizer", "FILE", "Use this tokenizer.json, or the folder that holds "
                     "it. Default: from the run."),
                 _CODE_OF_RUN,
-                _JSON,
-            ),
+                _JSON),
         },
         examples=("ptrain sample runs/latest 'def main('",
             "ptrain sample runs/latest --score held-out.txt"),
@@ -540,8 +521,7 @@ COMMANDS = {
             "Arguments": (
                 value("words", "show NAME", "Show this spec, model or cluster as YAML. Default: "
                     "list all.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Options": (_JSON,),
         },
         examples=("ptrain specs", "ptrain specs show zero3 mesh.dp_shard=8 > job.yaml"),

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.axes.tensor.cost import shard_sizes
-from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, place_colour
+from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, ink_on, place_colour
 from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
@@ -86,7 +86,7 @@ def _add_sub_block(sheet: Sheet, weights: Weights, degree: int) -> None:
             first, length = SCALE * (end - size), SCALE * size
             box = (x, top + first, wide, length) if is_row else (x + first, top, length, high)
             sheet.rectangles.append(_box(*box, place_colour(rank)))
-            sheet.texts.append(_inside(str(rank), *box))
+            sheet.texts.append(_inside(str(rank), place_colour(rank), *box))
         shape = f"{inputs}×{outputs}"
         sheet.texts.append(Label(text=shape, x=x, y=top + high + SMALL, size=SMALL, colour=GREY))
         x += wide + GAP
@@ -137,7 +137,7 @@ def _add_rows(sheet: Sheet, title: str, by_rank: Sequence[Sequence[tuple[str, in
         for place, (text, source) in enumerate(bands):
             box = (EDGE + NAME + place * BAND, sheet.height, BAND, HIGH)
             sheet.rectangles.append(_box(*box, place_colour(source)))
-            sheet.texts.append(_inside(text, *box))
+            sheet.texts.append(_inside(text, place_colour(source), *box))
         sheet.height += HIGH + 3
 
 
@@ -147,8 +147,15 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> Rectan
     )
 
 
-def _inside(text: str, x: float, y: float, width: float, height: float) -> Label:
-    return Label(text=text, x=x + width / 2, y=y + height / 2, size=SMALL, align="center")
+def _inside(text: str, colour: str, x: float, y: float, width: float, height: float) -> Label:
+    return Label(
+        text=text,
+        x=x + width / 2,
+        y=y + height / 2,
+        size=SMALL,
+        colour=ink_on(colour),
+        align="center",
+    )
 
 
 def _title(text: str) -> Label:

@@ -18,7 +18,7 @@ from ptrain.charts.sheet import (
     SMALL,
     WIDE,
     Label,
-    Line,
+    Polyline,
     Rectangle,
     Sheet,
     Units,
@@ -83,7 +83,7 @@ def bars_sheet(
         x = EDGE + size * scale
         words = Label(text=text, x=x, y=sheet.height + SMALL / 2, size=SMALL)
         is_left = words.width > x - EDGE
-        sheet.texts.append(words if is_left else words.moved("right"))
+        sheet.texts.append(words if is_left else words.move_to("right"))
         sheet.height += SMALL * LINE
     ticks = round_ticks(most, units, max(2, int(width / _TICKS_APART)))
     for bar in bars:
@@ -97,11 +97,11 @@ def bars_sheet(
         _add_parts(sheet, bar, scale)
         for _, size in lines:
             points = ((EDGE + size * scale, top - 1), (EDGE + size * scale, top + high + 1))
-            sheet.lines.append(Line(points=points, colour=BLACK, dash=2.5))
+            sheet.lines.append(Polyline(points=points, colour=BLACK, dash=2.5))
     for size, text in ticks:
         x, y = EDGE + size * scale, sheet.height + 2
         number = Label(text=text, x=x, y=y, size=SMALL, colour=GREY, align="center")
-        sheet.texts.append(number.within(EDGE, width))
+        sheet.texts.append(number.clamp_between(EDGE, width))
     sheet.height += 2.5 * SMALL
     if legend:
         sheet.add_legend(EDGE, legend, SMALL)
@@ -116,7 +116,7 @@ def _add_texts(sheet: Sheet, bar: Bar) -> None:
     is_one_line = label.width + note.width + _AIR <= sheet.width - 2 * EDGE
     sheet.write([label] if is_one_line or not bar.note else [label, note])
     if is_one_line:
-        sheet.texts.append(note.moved("right", x=sheet.width - EDGE, y=sheet.texts[-1].y))
+        sheet.texts.append(note.move_to("right", x=sheet.width - EDGE, y=sheet.texts[-1].y))
     sheet.height += 2
 
 
@@ -130,17 +130,58 @@ def _add_parts(sheet: Sheet, bar: Bar, scale: float) -> None:
     if bar.mark is not None:
         x = EDGE + bar.mark * scale
         points = ((x, y - 1), (x, y + _BAR + 1))
-        sheet.lines.append(Line(points=points, colour=BLACK, width=_TICK))
+        sheet.lines.append(Polyline(points=points, colour=BLACK, width=_TICK))
     sheet.height = y + _BAR + _GAP
 
 
-Curve = tuple[str, Sequence[tuple[float, float]]]  # a name, and points (step, figure)
+class Plane:
+    """The area of a picture with two axes.
+
+    Args:
+        sheet: The sheet; the area is added at its bottom.
+        ends: The first and the last figure of the horizontal axis, and of the vertical one.
+        units: The units of the vertical axis.
+        height: The height of the area in points.
+    """
+
+    def __init__(
+        self, sheet: Sheet, ends: tuple[float, float, float, float], units: Units, height: float
+    ) -> None:
+        self.sheet, self.ends, self.height, self.top = sheet, ends, height, sheet.height
+        ticks = round_ticks(ends[3], units, _STEPS, ends[2])
+        self.left = EDGE + max((text_width(text, SMALL) for _, text in ticks), default=0) + 6
+        self.width = sheet.width - EDGE - self.left
+        sheet.height += height
+        for figure, text in ticks:
+            _, y = self.point_position(ends[0], figure)
+            grid = Rectangle(x=self.left, y=y, width=self.width, height=_GRID, colour=LIGHT)
+            sheet.rectangles.append(grid)
+            number = Label(text=text, x=self.left - 4, y=y, size=SMALL, colour=GREY, align="right")
+            sheet.texts.append(number)
+
+    def point_position(self, x: float, y: float) -> tuple[float, float]:
+        """Return the position of a point on the sheet."""
+        first, last, low, high = self.ends
+        right = self.width * (x - first) / ((last - first) or 1)
+        return self.left + right, self.top + self.height * (1 - (y - low) / ((high - low) or 1))
+
+    def add_numbers(self, ticks: Iterable[tuple[float, str]]) -> None:
+        """Add the numbers of the horizontal axis at the bottom of the sheet."""
+        for figure, text in ticks:
+            x, y = self.point_position(figure, self.ends[2])
+            grid = Rectangle(x=x, y=self.top, width=_GRID, height=self.height, colour=LIGHT)
+            self.sheet.rectangles.append(grid)
+            number = Label(text=text, x=x, y=y + SMALL + 2, size=SMALL, colour=GREY, align="center")
+            self.sheet.texts.append(number.clamp_between(self.left, self.sheet.width))
+        self.sheet.height += 3 * SMALL
+
+
+CurvePoints = Sequence[tuple[float, float]]  # (step, figure), one at least
 
 
 def curves_sheet(
     heading: Sequence[str],
-    curves: Sequence[Curve],
-    units: Units = NUMBER,
+    curves: Mapping[str, CurvePoints],
     *,
     starts_at_zero: bool = False,
     width: float = WIDE,
@@ -149,43 +190,27 @@ def curves_sheet(
 
     Args:
         heading: The title and the lines below it.
-        curves: One per training, each with a point at least.
-        units: The units of the figures.
+        curves: The points of each training, by name.
         starts_at_zero: Begin the axis of figures at 0, not at the smallest figure.
         width: The width of the sheet in points.
     """
     sheet = Sheet(title=heading[0], width=width, height=EDGE)
     sheet.add_heading(*heading)
-    points = [point for _, curve in curves for point in curve]
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
-    low = 0.0 if starts_at_zero else min(figure for _, figure in points)
-    high = max(max(figure for _, figure in points), low + 1e-9 * abs(low) + 1e-12)
-    ticks = round_ticks(high, units, _STEPS, low)
-    left = EDGE + max((text_width(text, SMALL) for _, text in ticks), default=0) + 6
-    top, wide, is_long = sheet.height, width - EDGE - left, last > first
-    bottom = top + _HEIGHT
-
-    def place(step: float, figure: float) -> tuple[float, float]:
-        share = (step - first) / (last - first) if is_long else 0.5
-        return left + wide * share, bottom - _HEIGHT * (figure - low) / (high - low)
-
-    for figure, text in ticks:
-        _, y = place(first, figure)
-        sheet.rectangles.append(Rectangle(x=left, y=y, width=wide, height=_GRID, colour=LIGHT))
-        number = Label(text=text, x=left - 4, y=y, size=SMALL, colour=GREY, align="right")
-        sheet.texts.append(number)
-    for number, (_, curve) in enumerate(curves):
-        drawn = [place(*point) for point in curve]
-        drawn = drawn if len(drawn) > 1 else [(left, drawn[0][1]), (left + wide, drawn[0][1])]
-        sheet.lines.append(Line(points=tuple(drawn), colour=place_colour(_CURVES[number % 6])))
-    for step in dict.fromkeys((first, last)):
-        text = f"step {step:g}"
-        x, _ = place(step, low)
-        label = Label(text=text, x=x, y=bottom + SMALL + 2, size=SMALL, colour=GREY, align="center")
-        sheet.texts.append(label.within(left, width))
-    sheet.height = bottom + 3 * SMALL
+    steps, figures = zip(*(point for curve in curves.values() for point in curve), strict=True)
+    ends = (min(steps), max(steps), 0.0 if starts_at_zero else min(figures), max(figures))
+    plane = Plane(sheet, ends, NUMBER, _HEIGHT)
+    plane.add_numbers({step: f"step {step:g}" for step in ends[:2]}.items())
+    names = {}
+    for turn, (name, curve) in enumerate(curves.items()):
+        colour = place_colour(_CURVES[turn % len(_CURVES)])
+        x, y = plane.point_position(*curve[-1])
+        drawn = (
+            *(plane.point_position(*point) for point in curve),
+            (x + 1, y),
+        )  # one point is a short line
+        sheet.lines.append(Polyline(points=drawn, colour=colour))
+        names[colour] = name
     if len(curves) > 1:
-        names = {place_colour(_CURVES[at % 6]): name for at, (name, _) in enumerate(curves)}
         sheet.add_legend(EDGE, names, SMALL)
     sheet.height += EDGE / 2
     return sheet

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
-from ptrain.charts.bars import Bar, Curve, bars_sheet, curves_sheet
+from ptrain.charts.bars import Bar, bars_sheet, curves_sheet
 from ptrain.charts.memory import STATE_COLOURS, memory_parts
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import (
@@ -35,8 +35,8 @@ from ptrain.cost import PLACED, Estimate, Phase, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.report.simulation import MemoryHistory
 from ptrain.report.step_time import step_parts
-from ptrain.report.table import moved_bytes
-from ptrain.spec.placement import CUT, DATA_AXES, Axis
+from ptrain.report.table import memory_text, moved_bytes
+from ptrain.spec.placement import CUT, SAMPLE_AXES, Axis
 from ptrain.spec.spec import indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_memory, format_seconds, sum_by_key
@@ -62,9 +62,11 @@ def traffic_sheet(name: str, exact: Estimate, width: float = WIDE) -> Sheet:
         width: The width of the sheet in points.
     """
     rows = busiest(exact.traffic)
-    moved = sum_by_key(((_route(row.key.axes), row.key.phase), moved_bytes(row)) for row in rows)
+    moved = sum_by_key(
+        ((_axes_name(row.key.axes), row.key.phase), moved_bytes(row)) for row in rows
+    )
     routes = dict.fromkeys(route for route, _ in moved)
-    calls = sum_by_key((_route(row.key.axes), row.calls) for row in rows)
+    calls = sum_by_key((_axes_name(row.key.axes), row.calls) for row in rows)
     bars = []
     for route in routes:
         parts = [(_PHASES[phase], moved.get((route, phase), 0)) for phase in Phase]
@@ -76,7 +78,7 @@ def traffic_sheet(name: str, exact: Estimate, width: float = WIDE) -> Sheet:
     return bars_sheet((title,), bars, TRAFFIC, legend=legend, width=width)
 
 
-def _route(axes: Sequence[str]) -> str:
+def _axes_name(axes: Sequence[str]) -> str:
     """Return the name of the axes of a call."""
     return "+".join(axes) or "copies between tiers of a rank"
 
@@ -116,7 +118,6 @@ def held_sheet(name: str, course: MemoryHistory, width: float = WIDE) -> Sheet:
         course: The simulated memory of a rank.
         width: The width of the sheet in points.
     """
-    rest = sum(row.device_bytes for row in course.held[_MOST_HELD:])
     bars = [
         Bar(
             label=row.what,
@@ -125,11 +126,10 @@ def held_sheet(name: str, course: MemoryHistory, width: float = WIDE) -> Sheet:
         )
         for row in course.held[:_MOST_HELD]
     ]
-    others = len(course.held) - _MOST_HELD
-    note = [f"{others} smaller kinds with {format_memory(rest)} are not drawn"] * (others > 0)
     legend = {STATE_COLOURS[row.state]: str(row.state) for row in course.held[:_MOST_HELD]}
     title = f"{name}: memory at the peak of rank {course.rank}, by module"
-    return bars_sheet((title, *note), bars, MEMORY, legend=legend, width=width)
+    note = f"the {len(bars)} largest of {len(course.held)} kinds of storages"
+    return bars_sheet((title, note), bars, MEMORY, legend=legend, width=width)
 
 
 def sources_sheet(name: str, estimates: Mapping[str, Estimate], width: float = WIDE) -> Sheet:
@@ -140,11 +140,16 @@ def sources_sheet(name: str, estimates: Mapping[str, Estimate], width: float = W
         estimates: Columns by name: predicted, simulated, measured.
         width: The width of the sheet in points.
     """
-    bars = []
-    for label, estimate in estimates.items():
-        peak = estimate.peak_bytes()
-        note = "peak unknown" if peak is None else f"peak {format_memory(peak)}"
-        bars.append(Bar(label=label, note=note, parts=memory_parts(estimate, peak), mark=peak))
+    peaks = {label: estimate.peak_bytes() for label, estimate in estimates.items()}
+    bars = [
+        Bar(
+            label=label,
+            note=f"peak {memory_text(peaks[label])}",
+            parts=memory_parts(estimate, peaks[label]),
+            mark=peaks[label],
+        )
+        for label, estimate in estimates.items()
+    ]
     legend = {STATE_COLOURS[state]: str(state) for state in PLACED}
     legend |= {STATE_COLOURS[State.TRANSIENT]: "temporary"}
     title = f"{name}: memory per rank, {' and '.join(estimates)}"
@@ -172,24 +177,21 @@ def mesh_sheet(derivation: Derivation, width: float = WIDE) -> Sheet:
         sheet.height += 2
         number, places = ranks_over(spec, axes), indices_in_groups(spec, axes)
         for rank, place in enumerate(places[:columns]):
-            colour = place_colour(place) if number > 1 else LIGHT
+            # LIGHT is dark on a dark screen, and GREY is not.
+            is_cut = number > 1
+            colour, ink = (place_colour(place), "") if is_cut else (LIGHT, GREY)
+            words = f"{place + 1}/{number}" if is_cut else "all"
+            words = words if text_width(words, SMALL) <= wide else str(place + 1)
             x, y = EDGE + rank * wide, sheet.height
             sheet.rectangles.append(
                 Rectangle(x=x, y=y, width=wide, height=_ROW, colour=colour, edge_width=0.8)
             )
-            words = f"{place + 1}/{number}" if number > 1 else "all"
-            fits = text_width(words, SMALL) <= wide
-            words = words if fits else str(place + 1)
-            # On LIGHT, which is dark on a dark screen, the ink follows the screen.
-            ink = ink_on(colour) if number > 1 else GREY
-            x, y = x + wide / 2, y + _ROW / 2
-            sheet.texts.append(Label(text=words, x=x, y=y, size=SMALL, colour=ink, align="center"))
+            sheet.texts.append(
+                Label(text=words, x=x + wide / 2, y=y + _ROW / 2, size=SMALL,
+                      colour=ink or ink_on(colour), align="center")
+            )  # fmt: skip
         sheet.height += _ROW + 5
-    for rank in range(columns):
-        x, y = EDGE + (rank + 0.5) * wide, sheet.height + 2
-        sheet.texts.append(Label(text=str(rank), x=x, y=y, size=SMALL, colour=GREY, align="center"))
-    sheet.height += 2 * SMALL
-    note = "columns: ranks. 2/8: the second of eight shards; all: a full copy on every rank."
+    note = "One column per rank. 2/8: the second of eight shards; all: a full copy on every rank."
     sheet.write([Label(text=note, x=EDGE, y=0, size=SMALL, colour=GREY)])
     sheet.height += EDGE / 2
     return sheet
@@ -203,9 +205,8 @@ def _mesh_rows(derivation: Derivation) -> Iterator[tuple[str, tuple[Axis, ...]]]
         size = format_memory(exact.bytes_of(state))
         yield f"{state}: {size} per rank ({', '.join(modes)})", spec.axes_where(state, *CUT)
     if derivation.plan.experts is not None:
-        yield "experts", tuple(derivation.plan.experts.axes)
-    axes = tuple(factor.axis for factor in spec.factors if factor.axis in DATA_AXES)
-    yield f"samples of the batch: {spec.batch.global_samples}", axes
+        yield "experts, a part of these states", tuple(derivation.plan.experts.axes)
+    yield f"samples of the batch: {spec.batch.global_samples}", SAMPLE_AXES
 
 
 def plan_sheets(plan: Plan) -> Iterator[Sheet]:
@@ -268,9 +269,7 @@ def training_sheets(
     }
     sheets = []
     for title, (key, is_rate) in figures.items():
-        curves: list[Curve] = [
-            (run, points) for run, rows in runs.items() if (points := logged_curve(rows, key))
-        ]
+        curves = {run: points for run, rows in runs.items() if (points := logged_curve(rows, key))}
         if curves:
             sheets.append(curves_sheet((title,), curves, starts_at_zero=is_rate, width=width))
     return sheets

@@ -22,17 +22,17 @@ from ptrain.charts.sheet import (
     WHITE,
     WIDE,
     Label,
-    Line,
+    Polyline,
     Rectangle,
     Sheet,
     round_ticks,
     text_width,
 )
 from ptrain.cost import PLACED, Estimate, Phase, State
-from ptrain.report.predict import Prediction
+from ptrain.report.predict import answer_line
 from ptrain.report.simulation import MemoryHistory, MemorySample
-from ptrain.report.sweep import SweepPoint, step_seconds
-from ptrain.units import format_memory, format_seconds
+from ptrain.report.sweep import SweepPoint
+from ptrain.units import format_memory
 
 # Okabe and Ito's colours (2008), which colour-blind readers can distinguish; grey for other memory.
 STATE_COLOURS = {
@@ -78,17 +78,19 @@ def course_sheet(
     left = EDGE + max(text_width(text, SMALL) for _, text in ticks) + 6
     frame = _Frame(left, top, width - EDGE - left, most)
     for size, text in ticks:
-        grid = Rectangle(x=left, y=frame.y(size), width=frame.width, height=0.5, colour=LIGHT)
+        grid = Rectangle(
+            x=left, y=frame.y_position(size), width=frame.width, height=0.5, colour=LIGHT
+        )
         sheet.rectangles.append(grid)
-        number = Label(text=text, x=left - 4, y=frame.y(size), size=SMALL, align="right")
+        number = Label(text=text, x=left - 4, y=frame.y_position(size), size=SMALL, align="right")
         sheet.texts.append(number)
     columns = list(_column_samples(course.moments))
     sheet.rectangles += _state_bars(columns, frame)
     sheet.rectangles += _pass_boundaries(columns, frame)
     sheet.texts += _phase_labels(columns, frame)
     if is_near and usable is not None:
-        points = ((left, frame.y(usable)), (width - EDGE, frame.y(usable)))
-        sheet.lines.append(Line(points=points, colour=BLACK, dash=3))
+        points = ((left, frame.y_position(usable)), (width - EDGE, frame.y_position(usable)))
+        sheet.lines.append(Polyline(points=points, colour=BLACK, dash=3))
     sheet.height += _HEIGHT + SMALL * LINE
     shown = [state for at, state in enumerate(State) if any(m.device_bytes[at] for m in columns)]
     names = {STATE_COLOURS[state]: STATE_NAMES.get(state, str(state)) for state in shown}
@@ -100,12 +102,12 @@ def course_sheet(
 class _Frame(NamedTuple):
     """The area within the axes, in points; `most` are the bytes at its upper edge."""
 
-    left: float
+    x: float
     top: float
     width: float
     most: int
 
-    def y(self, size: float) -> float:
+    def y_position(self, size: float) -> float:
         """Return the vertical position of a number of bytes."""
         return self.top + _HEIGHT * (1 - size / self.most)
 
@@ -141,10 +143,10 @@ def _state_bars(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[Rect
             number = len(list(equal))
             if size > 0:
                 yield Rectangle(
-                    x=frame.left + place * width,
-                    y=frame.y(below + size),
+                    x=frame.x + place * width,
+                    y=frame.y_position(below + size),
                     width=number * width,
-                    height=frame.y(below) - frame.y(below + size),
+                    height=frame.y_position(below) - frame.y_position(below + size),
                     colour=STATE_COLOURS[state],
                 )
             place += number
@@ -162,7 +164,7 @@ def _find_passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, Me
 def _pass_boundaries(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[Rectangle]:
     """Yield a white line at the beginning of each pass."""
     for first, _, _ in _find_passes(columns):
-        x = frame.left + first * frame.width / len(columns) - 0.25
+        x = frame.x + first * frame.width / len(columns) - 0.25
         yield Rectangle(x=x, y=frame.top, width=0.5, height=_HEIGHT, colour=WHITE)
 
 
@@ -176,7 +178,7 @@ def _phase_labels(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[La
         for text in (pass_name, pass_name[0]):
             word = Label(
                 text=text,
-                x=frame.left + (first + number / 2) * width,
+                x=frame.x + (first + number / 2) * width,
                 y=frame.top - SMALL * LINE / 2,
                 size=SMALL,
                 align="center",
@@ -186,7 +188,6 @@ def _phase_labels(columns: Sequence[MemorySample], frame: _Frame) -> Iterator[La
                 break
 
 
-_MEANINGS = {True: "fits", False: "does not fit", None: "fit unknown"}
 STATE_NAMES = {State.TRANSIENT: "temporary"}
 _LEGEND = {
     **{STATE_COLOURS[state]: str(state) for state in PLACED},
@@ -207,17 +208,10 @@ def sweep_sheet(points: Sequence[SweepPoint], width: float = WIDE) -> Sheet:
         points: The points of the sweep.
         width: The width of the sheet in points.
     """
-    bars = [
-        Bar(
-            label=point.label,
-            note=_row_text(point),
-            parts=_bar_parts(point),
-            mark=_peak_bytes(point),
-        )
-        for point in points
-    ]
+    bars = [*map(_point_bar, points)]
     most = max((bar.length for bar in bars), default=0)
-    capacities = sorted({size for point in points if (size := _usable_memory(point))})
+    fits = [point.prediction.fit for point in points if point.prediction]
+    capacities = sorted({memory.usable_memory for memory in fits if memory.usable_memory})
     notes = [note for size in capacities for note in usable_notes(size, most)]
     title = "predicted peak per rank, by state"
     if len(points) == 1:
@@ -240,22 +234,14 @@ def sweep_sheet(points: Sequence[SweepPoint], width: float = WIDE) -> Sheet:
     )
 
 
-def _usable_memory(point: SweepPoint) -> int | None:
-    """Return the usable device memory of a point, in bytes; None if it is unknown."""
-    return point.prediction.fit.usable_memory if point.prediction else None
-
-
-def _peak_bytes(point: SweepPoint) -> int | None:
-    """Return the predicted peak of a point, in bytes; None if it is unknown."""
-    return point.prediction.fit.peak_bytes if point.prediction else None
-
-
-def _bar_parts(point: SweepPoint) -> list[tuple[str, int]]:
-    """Return the colour and size of each part of a bar; empty if the peak is unknown."""
-    peak = _peak_bytes(point)
-    if point.prediction is None or not peak:
-        return []
-    return memory_parts(point.prediction.derivation.exact, peak)
+def _point_bar(point: SweepPoint) -> Bar:
+    """Return the bar of a point; without parts if the point is rejected or its peak unknown."""
+    if (prediction := point.prediction) is None:
+        return Bar(label=point.label, note="rejected")
+    peak = prediction.fit.peak_bytes
+    parts = memory_parts(prediction.derivation.exact, peak) if peak else []
+    note = " · ".join(answer_line(prediction).split(" · ")[:2])  # fit and step time
+    return Bar(label=point.label, note=note, parts=parts, mark=peak)
 
 
 def memory_parts(estimate: Estimate, peak: int | None) -> list[tuple[str, int]]:
@@ -268,20 +254,3 @@ def memory_parts(estimate: Estimate, peak: int | None) -> list[tuple[str, int]]:
     parts = [(STATE_COLOURS[state], estimate.bytes_of(state)) for state in PLACED]
     temporary = max(0, (peak or 0) - sum(size for _, size in parts))
     return [*parts, (STATE_COLOURS[State.TRANSIENT], temporary)]
-
-
-def _row_text(point: SweepPoint) -> str:
-    """Return the figures of a point, or that it is rejected."""
-    if point.prediction is None:
-        return "rejected"
-    return ", ".join(_figure_texts(point.prediction))
-
-
-def _figure_texts(prediction: Prediction) -> Iterator[str]:
-    """Yield the peak, the fit and the step time of a prediction as text."""
-    peak = prediction.fit.peak_bytes
-    yield "peak unknown" if peak is None else format_memory(peak)
-    if peak is not None:
-        yield _MEANINGS[prediction.fit.fits]
-    if (seconds := step_seconds(prediction.derivation.exact)) is not None:
-        yield f"{format_seconds(seconds)} per step"

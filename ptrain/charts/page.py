@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from ptrain.charts.figures import (
     held_sheet,
@@ -37,58 +36,48 @@ from ptrain.report.sweep import SweepPoint, sweep_table
 _WIDE = 560.0  # points: a column of 747 pixels
 
 
-class Tone(StrEnum):
-    """The kind of an answer."""
-
-    GOOD = "good"
-    BAD = "bad"
-    OPEN = "open"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PageAnswer:
     """The first thing to read about a spec or run: a headline, and lines that explain it."""
 
-    tone: Tone
+    tone: Literal["good", "bad", "open"]
     headline: str
     lines: Sequence[str] = ()
     blocks: Sequence[str] = ()  # tables and logs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class PageSubject:
     """A spec or a run, with everything that is known about it.
 
     Attributes:
         name: The name, as the user gave it.
         prediction: The prediction of the spec. None: it could not be predicted.
-        why: The reason why there is no prediction.
+        reason: The reason why there is no prediction.
         is_run: True for a run.
         record: The decoded result record of a finished run.
         torch: The version of torch of the record.
         rows: The rows of the metrics.
         failures: The failed attempts, the last one last: `time` and `error`.
-        is_running: True if a process holds the lock of the run folder.
         steps: The number of steps that the run should take.
         checkpoints: The names of the complete checkpoints.
         resume: The command that continues the run; empty if nothing was saved.
-        simulated: The simulated figures of a rank.
+        simulation: The simulated figures of a rank.
         course: The simulated memory of that rank over a step.
     """
 
     name: str
     prediction: Prediction | None = None
-    why: str = ""
+    reason: str = ""
     is_run: bool = False
     record: DecodedRecord | None = None
     torch: str = ""
     rows: Sequence[Mapping[str, Any]] = ()
     failures: Sequence[Mapping[str, str]] = ()
-    is_running: bool = False
     steps: int = 0
     checkpoints: Sequence[str] = ()
     resume: str = ""
-    simulated: Estimate | None = None
+    simulation: Estimate | None = None
     course: MemoryHistory | None = field(default=None, repr=False)
 
     @property
@@ -97,45 +86,46 @@ class Subject:
         return max((row["step"] for row in self.rows if "loss" in row), default=0)
 
 
-def answer_of(subject: Subject) -> Answer:
+def answer_of(subject: PageSubject) -> PageAnswer:
     """Return the answer about a subject: what failed, the verdict, or whether it fits."""
     if not subject.is_run:
         return _prediction_answer(subject)
     progress = f"step {subject.last_step} of {subject.steps}"
     if subject.record is not None:
         return _record_answer(subject, subject.record)
-    if subject.is_running:
-        return Answer(tone=Tone.OPEN, headline=f"Running: {progress} is done")
     if not subject.failures:
-        line = "The run has no result record: it was interrupted, or ended without a report."
-        return Answer(
-            tone=Tone.OPEN,
+        line = "There is no result record: the run goes on, was interrupted, or was killed."
+        return PageAnswer(
+            tone="open",
             headline=f"Not finished: {progress} is done",
-            lines=[line, *_next(subject)],
+            lines=[line, *_next_lines(subject)],
         )
     return _failure_answer(subject, progress)
 
 
-def _failure_answer(subject: Subject, progress: str) -> Answer:
+def _failure_answer(subject: PageSubject, progress: str) -> PageAnswer:
     """Return the answer about a failed run: its cause, and how to continue."""
     first, *rest = subject.failures[-1]["error"].splitlines()
     cause = first.removeprefix("error: ")
     memory = _MEMORY.search(first)
-    headline, lines, blocks = f"Failed after {progress}: {cause}", _next(subject), ["\n".join(rest)]
+    headline, lines, blocks = (
+        f"Failed after {progress}: {cause}",
+        _next_lines(subject),
+        ["\n".join(rest)],
+    )
     if memory and memory[0] != _KILLED:
-        headline, lines = f"Out of memory after {progress}", [cause, *lines]
+        rank = cause.partition(" raised ")[0]
+        headline, lines = f"Out of memory on {rank} after {progress}", [cause, *lines]
     if memory and subject.prediction is not None:
         lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
         blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]
-    return Answer(tone=Tone.BAD, headline=headline, lines=lines, blocks=blocks)
+    return PageAnswer(tone="bad", headline=headline, lines=lines, blocks=blocks)
 
 
-def _next(subject: Subject) -> list[str]:
-    """Return how to continue a run."""
-    if subject.resume:
-        saved = subject.checkpoints[-1]
-        return [f"Continue from {saved}: {subject.resume}"]
-    return ["Nothing was saved: set checkpoint.every=N to be able to continue a run."]
+def _next_lines(subject: PageSubject) -> list[str]:
+    """Return a line with the command that continues a run, if it saved a checkpoint."""
+    nothing = "Nothing was saved: set checkpoint.every=N to be able to continue a run."
+    return [f"Continue: {subject.resume}" if subject.resume else nothing]
 
 
 _KILLED = "SIGKILL"  # by a user, or by the kernel because memory ran out
@@ -145,35 +135,39 @@ _MEMORY = re.compile(
 )
 
 
-def _prediction_answer(subject: Subject) -> Answer:
+def _prediction_answer(subject: PageSubject) -> PageAnswer:
     """Return the answer about a spec: whether it fits, and the changes with which it does."""
     if subject.prediction is None:
-        return Answer(tone=Tone.OPEN, headline=f"Not predicted: {subject.why}")
+        return PageAnswer(tone="open", headline=f"Not predicted: {subject.reason}")
     fits = subject.prediction.fit.fits
-    tone = Tone.OPEN if fits is None else Tone.GOOD if fits else Tone.BAD
     headline, *paces = answer_line(subject.prediction).split(" · ")
     advice = "\n".join(advice_lines(subject.prediction)).strip()
-    return Answer(tone=tone, headline=headline, lines=[" · ".join(paces)], blocks=[advice])
+    return PageAnswer(
+        tone="open" if fits is None else "good" if fits else "bad",
+        headline=headline,
+        lines=[" · ".join(paces)],
+        blocks=[advice],
+    )
 
 
-def _record_answer(subject: Subject, record: DecodedRecord) -> Answer:
+def _record_answer(subject: PageSubject, record: DecodedRecord) -> PageAnswer:
     """Return the answer about a finished run: its verdict, and the checks that fail."""
-    progress = f"{subject.last_step} of {subject.steps} steps"
+    finished = f"Finished {subject.last_step} of {subject.steps} steps"
     if not record.checks:
-        return Answer(tone=Tone.OPEN, headline=f"Finished, no verdict: {progress}")
+        return PageAnswer(tone="open", headline=f"{finished}, no verdict")
     failing = [f"{check.name}: {check.why}" for check in record.checks if not check.holds]
     line = verdict_line(record.checks, torch=subject.torch, untold=record.predicted.undefined)
-    return Answer(
-        tone=Tone.BAD if failing else Tone.GOOD,
-        headline=f"Finished {progress}; {line}",
-        lines=[f"fails: {text}" for text in failing[:8]],
+    return PageAnswer(
+        tone="bad" if failing else "good",
+        headline=line,
+        lines=[finished, *(f"fails: {text}" for text in failing[:8])],
     )
 
 
 Draw = Callable[[float], Iterable[Sheet]]  # the pictures for a width in points
 
 
-def report_page(subjects: Sequence[Subject]) -> str:
+def report_page(subjects: Sequence[PageSubject]) -> str:
     """Return the page about specs and runs as HTML.
 
     Args:
@@ -183,7 +177,7 @@ def report_page(subjects: Sequence[Subject]) -> str:
     parts = [f"<h1>{escape(names)}</h1>"]
     parts += (_answer_html(subject) for subject in subjects)
     if len(subjects) > 1:
-        parts += _comparison(subjects)
+        parts += _comparison_html(subjects)
     for subject in subjects:
         parts += _subject_html(subject, has_title=len(subjects) > 1)
     return (
@@ -195,7 +189,7 @@ def report_page(subjects: Sequence[Subject]) -> str:
     )
 
 
-def _answer_html(subject: Subject) -> str:
+def _answer_html(subject: PageSubject) -> str:
     """Return the answer about a subject."""
     answer = answer_of(subject)
     lines = "".join(f"<p>{escape(line)}</p>" for line in answer.lines if line)
@@ -206,7 +200,7 @@ def _answer_html(subject: Subject) -> str:
     )
 
 
-def _comparison(subjects: Sequence[Subject]) -> Iterator[str]:
+def _comparison_html(subjects: Sequence[PageSubject]) -> Iterator[str]:
     """Yield the parts of the page that compare several subjects."""
     points = [
         SweepPoint(label=subject.name, prediction=subject.prediction)
@@ -214,21 +208,21 @@ def _comparison(subjects: Sequence[Subject]) -> Iterator[str]:
         if subject.prediction is not None
     ]
     if len(points) > 1:
-        yield _section(
+        yield _section_html(
             "Comparison", lambda width: [sweep_sheet(points, width)], sweep_table(points)
         )
     runs = {subject.name: subject.rows for subject in subjects if subject.rows}
     if len(runs) > 1:
-        yield _section("Losses and throughput", lambda width: training_sheets(runs, width))
+        yield _section_html("Losses and throughput", lambda width: training_sheets(runs, width))
 
 
-def _subject_html(subject: Subject, *, has_title: bool) -> Iterator[str]:
+def _subject_html(subject: PageSubject, *, has_title: bool) -> Iterator[str]:
     """Yield the parts of the page about one subject."""
     if has_title:
         yield f"<h2>{escape(subject.name)}</h2>"
     name = subject.name
     if subject.rows:
-        yield _section("Training", lambda width: training_sheets({name: subject.rows}, width))
+        yield _section_html("Training", lambda width: training_sheets({name: subject.rows}, width))
     if subject.is_run:
         yield f"<h3>Checkpoints and restarts</h3>{_history_html(subject)}"
     yield from _record_html(subject)
@@ -236,12 +230,12 @@ def _subject_html(subject: Subject, *, has_title: bool) -> Iterator[str]:
         return
     derivation, exact = prediction.derivation, prediction.derivation.exact
     point = SweepPoint(label=name, prediction=prediction)
-    yield _section("Memory", lambda width: _memory_sheets(subject, point, width))
-    yield _section("Placement", lambda width: [mesh_sheet(derivation, width)])
+    yield _section_html("Memory", lambda width: _memory_sheets(subject, point, width))
+    yield _section_html("Placement", lambda width: [mesh_sheet(derivation, width)])
     if exact.traffic:
-        yield _section("Traffic", lambda width: [traffic_sheet(name, exact, width)])
+        yield _section_html("Traffic", lambda width: [traffic_sheet(name, exact, width)])
     if exact.step is not None:
-        yield _section(
+        yield _section_html(
             "Time",
             lambda width: [time_sheet(name, derivation, width), timeline_sheet(derivation, width)],
         )
@@ -249,10 +243,10 @@ def _subject_html(subject: Subject, *, has_title: bool) -> Iterator[str]:
     drawn = (svg_text(sheet, is_file=False) for sheet in plan_sheets(derivation.plan))
     if sheets := "".join(drawn):
         yield f'<h3>Schedule and tokens</h3><div class="scroll">{sheets}</div>'
-    yield _details("All predicted figures", prediction_screen(prediction))
+    yield _details_html("All predicted figures", prediction_screen(prediction))
 
 
-def _memory_sheets(subject: Subject, point: SweepPoint, width: float) -> Iterator[Sheet]:
+def _memory_sheets(subject: PageSubject, point: SweepPoint, width: float) -> Iterator[Sheet]:
     """Yield the pictures of memory: peak by state, and over a step if it was simulated."""
     yield sweep_sheet([point], width)
     if subject.course is not None and point.prediction is not None:
@@ -261,7 +255,7 @@ def _memory_sheets(subject: Subject, point: SweepPoint, width: float) -> Iterato
         yield held_sheet(subject.name, subject.course, width)
 
 
-def _record_html(subject: Subject) -> Iterator[str]:
+def _record_html(subject: PageSubject) -> Iterator[str]:
     """Yield the predicted, simulated and measured figures of a run or of a simulated spec."""
     sources: dict[str, Estimate] = {}
     record = subject.record
@@ -269,8 +263,8 @@ def _record_html(subject: Subject) -> Iterator[str]:
         sources["predicted"] = record.predicted
     elif subject.prediction is not None:
         sources["predicted"] = subject.prediction.derivation.exact
-    if subject.simulated is not None:
-        sources["simulated"] = subject.simulated
+    if subject.simulation is not None:
+        sources["simulated"] = subject.simulation
     measured = record.estimates.get(Column.MEASURED) if record else None
     if measured is not None:
         sources["measured"] = measured
@@ -287,30 +281,32 @@ def _record_html(subject: Subject) -> Iterator[str]:
             step_seconds=record.step_seconds,
         )
     title = ", ".join(sources).capitalize()
-    yield _section(title, lambda width: [sources_sheet(subject.name, sources, width)], text)
+    yield _section_html(title, lambda width: [sources_sheet(subject.name, sources, width)], text)
 
 
-def _history_html(subject: Subject) -> str:
+def _history_html(subject: PageSubject) -> str:
     """Return the checkpoints and the failed attempts of a run."""
     saved = ", ".join(subject.checkpoints) or "none"
-    lines = [f"<p>Checkpoints: {escape(saved)}</p>"]
-    for failure in subject.failures:
-        lines.append(_details(f"Failed attempt of {failure['time']}", failure["error"]))
-    return "".join(lines) + "<p>No attempt failed.</p>" * (not subject.failures)
+    failed = (
+        _details_html(f"Failed attempt of {failure['time']}", failure["error"])
+        for failure in subject.failures
+    )
+    none = "<p>No attempt failed.</p>" * (not subject.failures)
+    return f"<p>Checkpoints: {escape(saved)}</p>{none}{''.join(failed)}"
 
 
-def _section(title: str, draw: Draw, text: str = "") -> str:
+def _section_html(title: str, draw: Draw, text: str = "") -> str:
     """Return a section with pictures for both widths, and a table as text."""
     pictures = (
         f'<div class="{name}">{"".join(svg_text(sheet, is_file=False) for sheet in draw(width))}'
         "</div>"
         for name, width in (("wide", _WIDE), ("narrow", NARROW))
     )
-    more = _details("The figures as text", text) if text else ""
-    return f"<h3>{escape(title)}</h3>{''.join(pictures)}{more}"
+    table = [_details_html("The figures as text", text)] if text else []
+    return "".join([f"<h3>{escape(title)}</h3>", *pictures, *table])
 
 
-def _details(summary: str, text: str) -> str:
+def _details_html(summary: str, text: str) -> str:
     """Return a part of the page that opens on demand."""
     return f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>"
 

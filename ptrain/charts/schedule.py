@@ -321,7 +321,6 @@ def _used_kinds(every: Sequence[Box]) -> list[Kind]:
 def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
     """Add the axis of time, with the durations of the kinds of actions."""
     top = sheet.height
-    # units of time between numbers
     step = max(1, round(round_step(_TICK / scale.unit)))
     for time in range(0, int(makespan) + 1, step):
         x = scale.x_position(time)
@@ -340,30 +339,10 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
 
 def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
     """Add the legend: samples of colours with their meanings, then the meaning of the numbers."""
-    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _used_kinds(every)]
-    samples.append(((WHITE,), "idle"))
-    x, wide, high = EDGE, 14.0, 9.0
-    sheet.height += high
-    for colours, meaning in samples:
-        long = len(colours) * wide + 4 + text_width(meaning, SMALL)
-        if x > EDGE and x + long > sheet.width - EDGE:
-            x, sheet.height = EDGE, sheet.height + SMALL * 2
-        y = sheet.height
-        sheet.rectangles += [
-            Rectangle(
-                x=x + place * wide,
-                y=y - high / 2,
-                width=wide,
-                height=high,
-                colour=colour,
-                edge=LIGHT if colour == WHITE else WHITE,
-                edge_width=0.6,
-            )
-            for place, colour in enumerate(colours)
-        ]
-        sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=SMALL))
-        x += long + 16
-    sheet.height += high
+    names = {shades(kind, scale.shades)[0]: MEANINGS[kind] for kind in _used_kinds(every)}
+    sheet.height += SMALL
+    sheet.add_legend(EDGE, {**names, WHITE: "idle"}, SMALL)
+    sheet.height += SMALL / 2
     notes = " · ".join(_note_texts(sheet, scale, every))
     sheet.write([Label(text=notes, x=EDGE, y=0, size=SMALL, colour=GREY)])
 
@@ -439,8 +418,8 @@ def step_sheet(
     """
     title = f"{title}: timeline of a predicted step"
     sheet = Sheet(title=title, width=width, height=EDGE)
-    lost = f"not drawn, because it has no place in time: {format_seconds(unplaced)} of {UNPLACED}"
-    sheet.add_heading(title, note, *([lost] if unplaced else []))
+    lost = f"not drawn: {format_seconds(unplaced)} of host launches and stragglers"
+    sheet.add_heading(title, note, *[lost] * (unplaced > 0))
     starts, shown = _micro_batch_starts(spans), spans
     if len(starts) > 1:
         full = [*_repeat_spans(spans, starts, repeats)]
@@ -477,20 +456,19 @@ def _repeat_spans(
 ) -> Iterator[LaneSpan]:
     """Yield the rank's spans of the full step, with the second micro-batch repeated."""
     own = [span for span in spans if span.lane is None]
-    if not repeats:
-        yield from own
-        return
-    length = starts[2] - starts[1]
-    yield from (span for span in own if span.start < starts[2])
-    for turn in range(1, repeats + 1):
-        for span in own:
-            if starts[1] <= span.start < starts[2]:
-                yield span._replace(start=span.start + turn * length, end=span.end + turn * length)
-    for span in own:
-        if span.start >= starts[2]:
-            yield span._replace(
-                start=span.start + repeats * length, end=span.end + repeats * length
-            )
+    cut, length = (starts[2], starts[2] - starts[1]) if repeats else (inf, 0.0)
+    shifted = [
+        *((span, 0.0) for span in own if span.start < cut),
+        *(
+            (span, turn * length)
+            for turn in range(1, repeats + 1)
+            for span in own
+            if starts[1] <= span.start < cut
+        ),
+        *((span, repeats * length) for span in own if span.start >= cut),
+    ]
+    for span, shift in shifted:
+        yield span._replace(start=span.start + shift, end=span.end + shift)
 
 
 def _add_lanes(
@@ -524,7 +502,7 @@ def _add_lanes(
         box = Rectangle(x=x - 0.25, y=sheet.height, width=0.5, height=4, colour=GREY)
         sheet.rectangles.append(box)
         number = Label(text=text, x=x, y=sheet.height + 10, size=SMALL, align="center")
-        sheet.texts.append(number.within(left - 4, sheet.width))
+        sheet.texts.append(number.clamp_between(left - 4, sheet.width))
     sheet.height += 10 + 2 * SMALL
 
 
@@ -541,21 +519,13 @@ def _lane_name(lane: Hashable) -> str:
             return str(lane)
 
 
-UNPLACED = "host launches and stragglers"
 Stretch = tuple[float, float, str]  # start and end in seconds, and the meaning of the colour
 
 
 def _lane_rectangles(
     parts: Iterable[Stretch], left: float, y: float, scale: tuple[float, float]
 ) -> Iterator[Rectangle]:
-    """Yield the rectangles of a lane.
-
-    Args:
-        parts: The stretches of the lane in order.
-        left: The horizontal position of time 0.
-        y: The upper edge of the lane.
-        scale: Points per second, and the seconds of the axis.
-    """
+    """Yield the rectangles of a lane; `scale` is points per second, and the axis in seconds."""
     unit, end = scale
     yield Rectangle(x=left, y=y + _LANE - 0.25, width=end * unit, height=0.5, colour=LIGHT)
     for start, until, meaning in parts:

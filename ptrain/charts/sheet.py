@@ -71,22 +71,22 @@ class Label:
         """The horizontal position of the first letter."""
         return self.x - self.width * {"left": 0, "center": 0.5, "right": 1}[self.align]
 
-    def moved(
+    def move_to(
         self, align: Literal["left", "center", "right"], *, x: float = -1, y: float = -1
     ) -> Label:
         """Return the text at another place; negative positions stay as they are."""
         x, y = self.x if x < 0 else x, self.y if y < 0 else y
         return replace(self, align=align, x=x, y=y)
 
-    def within(self, left: float, right: float) -> Label:
+    def clamp_between(self, left: float, right: float) -> Label:
         """Return the text moved so that it is between two positions."""
         if self.left < left:
-            return self.moved("left", x=left)
-        return self.moved("right", x=right) if self.left + self.width > right else self
+            return self.move_to("left", x=left)
+        return self.move_to("right", x=right) if self.left + self.width > right else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Polyline:
     """Straight lines from point to point; `dash` is the length of dashes, 0 for a solid line."""
 
     points: tuple[tuple[float, float], ...]
@@ -106,7 +106,7 @@ class Sheet:
     width: float
     height: float = 0
     rectangles: list[Rectangle] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Polyline] = field(default_factory=list)
     texts: list[Label] = field(default_factory=list)
 
     def add_below(self, other: Sheet) -> None:

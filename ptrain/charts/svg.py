@@ -7,10 +7,12 @@ or dark.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
+from itertools import groupby
+from operator import attrgetter
 
-from ptrain.charts.sheet import BLACK, GREY, LIGHT, WHITE, Label, Line, Rectangle, Sheet
+from ptrain.charts.sheet import BLACK, GREY, LIGHT, WHITE, Label, Polyline, Rectangle, Sheet
 
 # The classes of colours that a dark screen replaces, and their replacements.
 _CLASSES = {BLACK: "i", GREY: "g", LIGHT: "l", WHITE: "p"}
@@ -35,7 +37,7 @@ def svg_text(sheet: Sheet, *, is_file: bool = True) -> str:
     Returns:
         The element `svg`, which is as wide as the sheet, or as its container if that is narrower.
     """
-    width, height = _number(sheet.width), _number(sheet.height)
+    width, height = _length_text(sheet.width), _length_text(sheet.height)
     title = escape(sheet.title)
     style = f"<style>@media (prefers-color-scheme:dark){{{DARK_RULES}}}</style>" * is_file
     paper = f'<path class="p" fill="{WHITE}" d="M0 0h{width}v{height}H0z"/>' * is_file
@@ -43,64 +45,52 @@ def svg_text(sheet: Sheet, *, is_file: bool = True) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="c" role="img" width="{width}pt" '
         f'height="{height}pt" viewBox="0 0 {width} {height}" font-family="{FONT}">'
         f"<title>{title}</title>{style}{paper}"
-        f"{''.join(_paths(sheet.rectangles))}{''.join(map(_line, sheet.lines))}"
-        f"{''.join(map(_text, sheet.texts))}</svg>"
+        f"{''.join(_path_elements(sheet.rectangles))}{''.join(map(_polyline_element, sheet.lines))}"
+        f"{''.join(map(_text_element, sheet.texts))}</svg>"
     )
 
 
-def _paths(rectangles: Iterable[Rectangle]) -> Iterable[str]:
+def _path_elements(rectangles: Iterable[Rectangle]) -> Iterator[str]:
     """Yield paths; consecutive rectangles of one style share a path, which keeps files small."""
-    style, places = ("", "", 0.0), ""
-    for box in rectangles:
-        if (box.colour, box.edge, box.edge_width) != style and places:
-            yield _path(*style, places)
-            places = ""
-        style = box.colour, box.edge, box.edge_width
-        x, y, width, height = map(_number, (box.x, box.y, box.width, box.height))
-        places += f"M{x} {y}h{width}v{height}h-{width}z"
-    if places:
-        yield _path(*style, places)
+    for style, boxes in groupby(rectangles, attrgetter("colour", "edge", "edge_width")):
+        colour, edge, edge_width = style
+        sizes = (map(_length_text, (box.x, box.y, box.width, box.height)) for box in boxes)
+        places = (f"M{x} {y}h{width}v{height}h-{width}z" for x, y, width, height in sizes)
+        edge_class = f"{_CLASSES[edge]}s" if edge_width and edge in _CLASSES else ""
+        named = _class_attribute(_CLASSES.get(colour, ""), edge_class)
+        stroke = f' stroke="{edge}" stroke-width="{_length_text(edge_width)}"' if edge_width else ""
+        yield f'<path{named} fill="{colour}"{stroke} d="{"".join(places)}"/>'
 
 
-def _path(colour: str, edge: str, edge_width: float, places: str) -> str:
-    """Return a path with a fill and an edge."""
-    classes = [_CLASSES.get(colour, "")]
-    stroke = ""
-    if edge_width:
-        classes.append(f"{_CLASSES[edge]}s" if edge in _CLASSES else "")
-        stroke = f' stroke="{edge}" stroke-width="{_number(edge_width)}"'
-    return f'<path{_class(*classes)} fill="{colour}"{stroke} d="{places}"/>'
-
-
-def _line(line: Line) -> str:
+def _polyline_element(line: Polyline) -> str:
     """Return the element of a line."""
-    points = " ".join(f"{_number(x)},{_number(y)}" for x, y in line.points)
-    named = _class(f"{_CLASSES[line.colour]}s" if line.colour in _CLASSES else "")
-    dash = f' stroke-dasharray="{_number(line.dash)}"' if line.dash else ""
-    width = f'stroke-width="{_number(line.width)}"'
+    points = " ".join(f"{_length_text(x)},{_length_text(y)}" for x, y in line.points)
+    named = _class_attribute(f"{_CLASSES[line.colour]}s" if line.colour in _CLASSES else "")
+    dash = f' stroke-dasharray="{_length_text(line.dash)}"' if line.dash else ""
+    width = f'stroke-width="{_length_text(line.width)}"'
     return (
         f'<polyline{named} style="fill:none" stroke="{line.colour}" {width}{dash} '
         f'points="{points}"/>'
     )
 
 
-def _text(text: Label) -> str:
+def _text_element(text: Label) -> str:
     """Return the element of a line of text."""
-    place = f'x="{_number(text.x)}" y="{_number(text.y + _MIDDLE * text.size)}"'
+    place = f'x="{_length_text(text.x)}" y="{_length_text(text.y + _MIDDLE * text.size)}"'
     bold = ' font-weight="600"' * text.is_bold
     return (
-        f"<text{_class(_CLASSES.get(text.colour, ''))} {place} "
-        f'font-size="{_number(text.size)}" fill="{text.colour}"{_ANCHORS[text.align]}{bold}>'
+        f"<text{_class_attribute(_CLASSES.get(text.colour, ''))} {place} "
+        f'font-size="{_length_text(text.size)}" fill="{text.colour}"{_ANCHORS[text.align]}{bold}>'
         f"{escape(text.text)}</text>"
     )
 
 
-def _class(*names: str) -> str:
+def _class_attribute(*names: str) -> str:
     """Return the attribute `class`, empty without names."""
     joined = " ".join(filter(None, names))
     return f' class="{joined}"' if joined else ""
 
 
-def _number(value: float) -> str:
+def _length_text(value: float) -> str:
     """Return a length with two digits after the point, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

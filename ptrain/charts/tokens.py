@@ -391,32 +391,14 @@ def routing_sheet(name: str, steps: Steps) -> Sheet:
         "the layer's mean"
     )
     sheet.write([Label(text=what, x=EDGE, y=0, size=SMALL, colour=GREY)])
-    _add_legend(sheet)
+    names = {_load_colour(times): f"{times:g}×" for times in _SCALE}
+    names[_load_colour(_MOST)] += " or more"
+    sheet.add_legend(EDGE, names, SMALL)
+    sheet.height += SMALL
     for start in range(0, len(layers), _COLUMNS):
         _add_fields(sheet, layers[start : start + _COLUMNS], steps)
     sheet.height += EDGE
     return sheet
-
-
-def _add_legend(sheet: Sheet) -> None:
-    """Add the legend of the colours."""
-    y, x = sheet.height + SMALL, EDGE
-    for times in _SCALE:
-        sheet.rectangles.append(
-            Rectangle(
-                x=x,
-                y=y - SMALL / 2,
-                width=SMALL,
-                height=SMALL,
-                colour=_load_colour(times),
-                edge=LIGHT,
-                edge_width=0.5,
-            )
-        )
-        word = f"{times:g}×" + (" or more" if times == _MOST else "")
-        sheet.texts.append(Label(text=word, x=x + SMALL + 4, y=y, size=SMALL))
-        x += 48
-    sheet.height += 2 * SMALL
 
 
 def _add_fields(sheet: Sheet, layers: Sequence[str], steps: Steps) -> None:
@@ -456,5 +438,6 @@ def _add_field(sheet: Sheet, left: float, top: float, columns: Sequence[Sequence
 def _load_colour(times: float) -> str:
     """Return the colour of tokens over the mean: white for 0, darkest from twice the mean."""
     share = min(times, _MOST) / _MOST
-    red, green, blue = (round(255 - share * (255 - part)) for part in _DARK)
+    # From 254: WHITE would be dark on a dark screen, unlike the other colours of the scale.
+    red, green, blue = (round(254 - share * (254 - part)) for part in _DARK)
     return f"#{red:02x}{green:02x}{blue:02x}"

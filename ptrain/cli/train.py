@@ -7,8 +7,10 @@ itself by that process.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +36,6 @@ from ptrain.train.folder import (
     RunFolder,
     is_done,
     open_run,
-    record_failure,
     require_resumable,
     restart_source,
 )
@@ -196,7 +197,7 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 inherited=(claim.lock.descriptor,),
             )
         except PtrainError as error:
-            record_failure(claim.folder, error)
+            _record_failure(claim.folder, error)
             if (
                 not isinstance(error, RankFailed)
                 or restart > prepared.max_restarts
@@ -206,3 +207,13 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
             print_lines(f"{error}\nrestart {restart} of {prepared.max_restarts}", stream=sys.stderr)
             prepared = replace(prepared, resume=restart_source(prepared.resume, claim.folder))
     raise AssertionError("the last restart returns or raises")
+
+
+def _record_failure(folder: RunFolder, error: PtrainError) -> None:
+    """Append an error to the failures of a run, unless the user's input was wrong."""
+    if error.exit_code == PtrainError.exit_code:
+        return
+    row = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": str(error)}
+    with folder.failures.open("a", encoding="utf-8") as file:
+        folder.failures.chmod(0o600)
+        file.write(json.dumps(row) + "\n")

@@ -1,8 +1,7 @@
 """The run folder: its layout and lock, and the checkpoints that a training may resume from.
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
-                    failures.jsonl
-                    logs/rank0.log … trace/ routing/ trackers/ checkpoints/step-00000050/
+                    failures.jsonl logs/ trace/ routing/ trackers/ checkpoints/step-00000050/
 runs/latest         a link to the newest run that has begun to train
 
 Folders have mode 0700, files 0600. A JSON file is written atomically.
@@ -170,7 +169,6 @@ class RunFolder:
 
     @property
     def failures(self) -> Path:
-        """The failed attempts, as JSON lines with `time` and `error`."""
         return self.path / "failures.jsonl"
 
     def error(self, rank: int) -> Path:
@@ -253,21 +251,6 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
             f"run folder {wanted}", f"is not writable: {error.strerror or error}", _ELSEWHERE
         ) from error
     return claim
-
-
-def record_failure(folder: RunFolder, error: PtrainError) -> None:
-    """Append the error of an attempt to the failures of a run, unless the user's input was wrong.
-
-    Args:
-        folder: The run folder.
-        error: The error that the launcher reports.
-    """
-    if error.exit_code == PtrainError.exit_code:
-        return
-    row = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": str(error)}
-    with folder.failures.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    folder.failures.chmod(0o600)
 
 
 def mark_as_latest(folder: RunFolder, root: Path = ROOT) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -107,6 +108,9 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(
     assert re.search(r"resume  step (10|20) of ", job.output), "as soon as the signal came"
     (run,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
     assert not (run / ".lock").exists()
+    if module == "ptrain":
+        (failure,) = map(json.loads, (run / "failures.jsonl").read_text().splitlines())
+        assert "rank 1 was killed by SIGKILL" in failure["error"]
     whole = tmp_path / "whole"
     assert [end.code for end in sessions.train_on_ranks(ranks, 2, *SAVING, folder=whole)] == [0, 0]
     assert jobs.losses(run) == jobs.losses(whole)

@@ -78,6 +78,7 @@ LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.arguments",
     "ptrain.cli.predict",
+    "ptrain.cli.report",  # torch, to simulate a rank
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.internals.compiled",  # inductor, which starts worker processes when imported
     "ptrain.derivation.archive",

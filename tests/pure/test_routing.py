@@ -60,7 +60,7 @@ def test_of_a_step_that_was_trained_twice_the_last_is_drawn(tmp_path) -> None:
     steps = logged_tokens(logged_rows(metrics))
     assert steps == {1: {"a": [4, 0]}}
     *_, first, second, _ = routing_sheet("run", steps).rectangles  # behind them a line
-    assert (first.colour, second.colour) == ("#004280", "#ffffff")
+    assert (first.colour, second.colour) == ("#004280", "#fefefe")
 
 
 def test_every_layer_has_a_field_on_the_sheet_and_nothing_lies_beyond_it() -> None:

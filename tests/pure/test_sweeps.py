@@ -228,8 +228,8 @@ def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_t
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
     assert "usable memory 74.12 GiB" in words and "rejected" in words
-    assert any(", fits, " in text for text in words)
-    assert any(", does not fit, " in text for text in words)
+    assert any(text.startswith("Fits: ") for text in words)
+    assert any(text.startswith("Does not fit by ") for text in words)
     ticks = [line.points[0][0] for line in sheet.lines if not line.dash]
     (usable,) = {line.points[0][0] for line in sheet.lines if line.dash}
     assert len(ticks) == 2 and ticks[0] < usable < ticks[1]
@@ -298,7 +298,7 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert [point_figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert sort_points(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
-    assert any(text.endswith("250 ms per step") for text in texts)
+    assert any(text.endswith("250 ms/step") for text in texts)
 
 
 def test_the_fastest_point_that_fits_is_named_or_that_none_fits():
