@@ -31,7 +31,10 @@ from _machine import ROOT
 from _script import table
 
 from ptrain.cli.completion import keys_of_schema
+from ptrain.derivation.estimate import facts_from_shape
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.check import iter_key_rows
+from ptrain.spec.load import load
 from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 
 PYODIDE, PLAYWRIGHT = "pyodide@314.0.7", "playwright-core@1"  # Pyodide has Python 3.14
@@ -116,6 +119,7 @@ def _contents() -> dict[str, object]:
             if "yaml-language-server" not in line
         )
         for name, path in list_files(*SPEC_FOLDERS).items()
+        if facts_from_shape(resolve_auto(load(name))) is not None  # else it needs torch
     }
     return {"keys": keys, "specs": texts, "first": FIRST}
 

@@ -70,6 +70,23 @@ def test_faults_are_answered_with_their_lines_and_fixes(ask):
     assert ask("[")["faults"][0]["finding"]
 
 
+def test_a_missing_cluster_has_a_fix_that_can_be_pasted(ask):
+    text = text_of("8b-zero3").replace("cluster: {preset: h100-8}", "")
+    (fault,) = ask(text, "select")["faults"]
+    key, _, value = re.findall("`(.+)`", fault["remedy"])[0].partition(": ")
+    assert fault["place"] == key == "cluster"
+    assert ask(f"{text}{key}: {value}\n")["record"]["fit"]["fits"]
+
+
+def test_the_examples_of_the_playground_need_no_torch(benchmark_module, ask):
+    contents = benchmark_module("_playground")._contents()
+    assert contents["first"] in contents["specs"] and "cp-ring" not in contents["specs"]
+    assert len(contents["specs"]) > 40
+    assert {"overlap": ["none", "backward"]}.items() <= {
+        key: row["values"] for key, row in contents["keys"].items()
+    }.items()
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "part"), [("8b-ddp", 8, 1.0), ("8b-tp-zero3", 8, 1 / 8), ("8b-hsdp", 8, 0.25)]
 )
