@@ -31,6 +31,17 @@ _MOST_RANKS = 16  # that are drawn
 # `ptrain select spec.yaml …`: search everything that decides where bytes are
 _SEARCHED = ("mesh=auto", "placement=auto", "batch.micro=auto")
 Watch = Callable[[int, int], None]
+# Faults whose fix is an option or an installation: the finding and the fix in the playground.
+_HERE = {
+    "torch": (
+        "this spec is predicted from a trace of its model, which needs torch; a browser has none",
+        "Run `ptrain predict` on the command line.",
+    ),
+    "--cluster": (
+        "the cluster is missing, so device memory and links are unknown",
+        "Add `cluster: {preset: h100-8}`.",
+    ),
+}
 
 
 def answer(question: str, text: str, columns: int, watch: Watch) -> str:
@@ -53,7 +64,13 @@ def answer(question: str, text: str, columns: int, watch: Watch) -> str:
         faults = error.faults
     except PtrainError as error:
         faults = (Fault(place="", finding=str(error)),)
-    return json.dumps({"faults": [fault._asdict() for fault in faults]})
+    return json.dumps({"faults": [_localize(fault)._asdict() for fault in faults]})
+
+
+def _localize(fault: Fault) -> Fault:
+    """Return a fault with a fix that the playground's user can apply."""
+    finding, remedy = _HERE.get(fault.place, (fault.finding, fault.remedy))
+    return fault._replace(finding=finding, remedy=remedy, place=fault.place.removeprefix("--"))
 
 
 def _predict() -> dict[str, Any]:

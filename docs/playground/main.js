@@ -145,8 +145,10 @@ function textOfLink() {
 }
 
 at("examples").append(...Object.keys(contents.specs).map((name) => new Option(name)));
-at("examples").value = contents.first;
-at("examples").addEventListener("change", ({ target }) => (editor.text = contents.specs[target.value]));
+at("examples").addEventListener("change", ({ target }) => {
+  editor.text = contents.specs[target.value];
+  target.selectedIndex = 0; // the text may be changed, so no name is shown
+});
 at("link").addEventListener("click", async () => {
   await navigator.clipboard.writeText(location.href);
   at("link").textContent = "Copied";

@@ -1,6 +1,6 @@
 """Run the notebooks and save their output: `python docs/tools/notebooks.py [NOTEBOOK ...]`.
 
-It needs the extra `docs`. Cells run in an empty folder, with two ranks at most.
+It needs the extra `notebooks`. Cells run in an empty folder, with two ranks at most.
 """
 
 from __future__ import annotations

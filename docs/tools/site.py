@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parent))
 import _playground
 import _reference
 from _machine import ROOT
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Link, Navigation, Section
 
@@ -31,8 +32,12 @@ _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _COMMENT = re.compile(r"<!-- .*? -->\n?")
 _GROUP = re.compile(r"^\| \*\*(.+?)\*\* \| (.+) \|$", re.MULTILINE)
 _NAMED = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
-HAS_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
+HASHAS_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
+_LOADED = re.compile(r"<(?!a\b)[^>]* (?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
+_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+HAS_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
+_LOADED = re.compile(r"<(?!a\b)[^>]* (?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
 _PLAYGROUND = "try/index.html"
 
 
@@ -153,7 +158,7 @@ def on_nav(nav: Navigation, *, config: Any, files: Files) -> Navigation:
             child.parent = section
         items.append(section)
     if HAS_PLAYGROUND:
-        items.insert(1, Link("Playground", _PLAYGROUND))
+        items.insert(1, Link("Open the playground", _PLAYGROUND))
     # Pages of sources and measurements have no entry; links and the search lead to them.
     ordered = [home, *(page for section in items if section.children for page in section.children)]
     for before, after in zip([None, *ordered], [*ordered, None], strict=True):
@@ -165,6 +170,17 @@ def on_nav(nav: Navigation, *, config: Any, files: Files) -> Navigation:
         page.previous_page = page.next_page = page.parent = None
     nav.items[:], nav.pages[:] = items, [*ordered, *pages.values()]
     return nav
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Check that a page loads nothing from another host.
+
+    Raises:
+        PluginError: If it does.
+    """
+    if other := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads {other[1]} from another host")
+    return output
 
 
 def on_post_build(*, config: Any) -> None:

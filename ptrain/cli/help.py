@@ -40,6 +40,7 @@ PAGES = (
     "docs/writing-a-spec.md",
     "docs/howto/fit-a-model.md",
     "docs/howto/choose-a-placement.md",
+    "docs/howto/playground.md",
     "docs/howto/your-model.md",
     "docs/howto/your-data.md",
     "docs/howto/your-loss.md",
