@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from ptrain.axes.data.form import require_executed
 from ptrain.axes.expert.form import routing_assumptions
 from ptrain.axes.pipeline.catalogue import schedule_of
+from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.cost import (
     PLACED,
@@ -53,7 +54,7 @@ from ptrain.errors import input_error
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
-from ptrain.optimizers.groups import require_matches
+from ptrain.optimizers.groups import require_equal_copies, require_matches
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
@@ -190,6 +191,8 @@ def _estimate_legal(
     spec = plan.spec
     require_executed(spec, plan, facts)
     require_matches(spec.optimizer, facts)
+    if plan.pipeline is not None and not spec.optimizer.is_uniform:
+        require_equal_copies(spec.optimizer, chain_of(spec, facts).tied)
     estimate = of_step(spec, plan, facts, machine)
     estimate = replace(
         estimate,

@@ -147,6 +147,23 @@ def require_matches(spec: OptimizerSpec, facts: ModelFacts) -> None:
         raise input_error("optimizer.groups", finding, remedy)
 
 
+def require_equal_copies(spec: OptimizerSpec, tied: Iterable[tuple[str, str]]) -> None:
+    """Require that a tensor that two pipeline stages hold has one update rule.
+
+    Args:
+        spec: The optimizer with its groups.
+        tied: Each such tensor's name on the first stage, and on the last one.
+
+    Raises:
+        SpecError: The copies have different rules, with which they would diverge.
+    """
+    for name, copy in tied:
+        if rule_of(spec, name, 2, is_inner=False) != rule_of(spec, copy, 2, is_inner=False):
+            finding = f"{name} and {copy} are one tied weight with different rules"
+            remedy = "Give embeddings and head the same rule, or use `model.tied=false`."
+            raise input_error("optimizer.groups", finding, remedy)
+
+
 def _unmatched(spec: OptimizerSpec, facts: ModelFacts) -> Iterator[tuple[int, str]]:
     for number, group in enumerate(spec.groups, 1):
         for word in group.match:

@@ -186,3 +186,15 @@ def test_groups_with_different_state_are_rejected_in_flat_units(
     with pytest.raises(SpecError, match=finding):
         require_runnable(load("zero2", [f"optimizer={optimizer}"]))
     require_runnable(load("ddp", [f"optimizer={optimizer}"]))
+
+
+def test_a_tied_weight_on_two_stages_needs_one_rule() -> None:
+    def estimate_of(*overrides: str) -> object:
+        spec = require_runnable(load("pp-1f1b", ["model.preset=gpt-tiny", *overrides]))
+        return derive(spec, facts(spec.model, spec.batch.sequence)).exact
+
+    with pytest.raises(SpecError) as caught:
+        estimate_of("optimizer.groups=[{match: embeddings, lr_factor: 2}]")
+    (fault,) = caught.value.faults
+    assert "are one tied weight with different rules" in fault.finding
+    assert estimate_of("optimizer.groups=[{match: matrices, lr_factor: 2}]")
