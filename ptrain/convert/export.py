@@ -390,6 +390,9 @@ def export_checkpoint(
     saved = SavedModel(run, step)
     spec = saved.spec
     unsaid: tuple[str, ...] = ()
+    if isinstance(spec.model, ModelShape) and spec.model.lora_rank is not None:
+        finding = "not supported yet: exporting the adapters of a built-in model"
+        raise input_error("model.lora_rank", finding, "Use a function with adapters of peft.")
     if adapters is None and spec.frozen.dtype is not None:
         finding = f"not supported yet: exporting a base that is stored in {spec.frozen.dtype}"
         remedy = "Use `--adapters alone`, or `--adapters merged`."

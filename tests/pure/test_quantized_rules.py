@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ptrain
+from ptrain import installed
 from ptrain.algebra.legality import find_unsupported
 from ptrain.cost import State
 from ptrain.derivation.estimate import token_operations
@@ -91,3 +92,13 @@ def test_unsupported_placements_are_rejected_with_a_fix(
 def test_a_model_without_frozen_parameters_cannot_be_quantized() -> None:
     with pytest.raises(ptrain.errors.SpecError, match="the model has no frozen parameter"):
         ptrain.derive(loaded("zero3", NF4))
+
+
+def test_a_torch_whose_fsdp2_would_cast_bytes_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = loaded("fsdp-mixed", LORA, NF4)
+    monkeypatch.setattr(installed, "torch_minor", lambda: "2.13")
+    assert not [*find_unsupported(spec)]
+    monkeypatch.setattr(installed, "torch_minor", lambda: "2.11")
+    (fault,) = find_unsupported(spec)
+    assert "shards that FSDP2 of torch 2.11 casts" in fault.finding
+    assert fault.remedy == "Use `precision.layout=bf16`."

@@ -50,6 +50,13 @@ def test_a_unit_without_gradients_awaits_a_reduction_that_precedes_the_check():
     )
 
 
+def test_bytes_are_kept_only_if_a_cast_leaves_out_other_dtypes_than_floating_point():
+    leaves_out = "is_floating_point" in inspect.getsource(PARAM.init_dtype_attrs)
+    assert leaves_out or not fsdp2.fsdp2_behavior().keeps_bytes, (
+        f"torch {torch.__version__}: FSDPParam.init_dtype_attrs"
+    )
+
+
 @pytest.mark.parametrize("minor", ["", "2.10", "2.16", "a branch"])
 def test_without_a_torch_that_is_known_the_tables_torch_is_counted(minor, monkeypatch):
     monkeypatch.setattr(installed, "torch_minor", lambda: minor)

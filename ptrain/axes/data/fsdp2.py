@@ -28,12 +28,14 @@ class FSDP2Behavior(NamedTuple):
             backward.
         waits_without_gradients: A unit without gradients, because it is frozen, also waits for the
             previous reduction, whose input is then freed.
+        keeps_bytes: A cast to the dtype of the parameters leaves out quantized weights.
     """
 
     holds_buffer: bool
     names_last_gradient: bool
     casts_on_arrival: bool
     waits_without_gradients: bool
+    keeps_bytes: bool
 
 
 _FIRST = FSDP2Behavior(
@@ -41,17 +43,19 @@ _FIRST = FSDP2Behavior(
     names_last_gradient=True,
     casts_on_arrival=False,
     waits_without_gradients=False,
+    keeps_bytes=False,
 )
 _SINCE_2_12 = _FIRST._replace(waits_without_gradients=True)
-_SINCE_2_15 = _SINCE_2_12._replace(
+_SINCE_2_13 = _SINCE_2_12._replace(keeps_bytes=True)  # 2.12 is not known to
+_SINCE_2_15 = _SINCE_2_13._replace(
     holds_buffer=False, names_last_gradient=False, casts_on_arrival=True
 )
 
 BEHAVIORS = {
     "2.11": _FIRST,
     "2.12": _SINCE_2_12,
-    "2.13": _SINCE_2_12,
-    "2.14": _SINCE_2_12,
+    "2.13": _SINCE_2_13,
+    "2.14": _SINCE_2_13,
     "2.15": _SINCE_2_15,
 }
 

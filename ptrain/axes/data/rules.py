@@ -18,9 +18,11 @@ from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import data_factors, form_of, frozen_factors, has_distribution
+from ptrain.axes.data.fsdp2 import fsdp2_behavior
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.cost import State
 from ptrain.errors import Fault
+from ptrain.installed import counted_torch
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.dials import Compiled, GradientSync, UnitKind
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
@@ -335,6 +337,11 @@ def _quantized_elsewhere(spec: Spec) -> Iterator[Fault]:
             and any(f.placement.parameters != R for f in frozen_factors(spec)),
             "flat units that shard or offload frozen parameters",
             "frozen=R` or, for FSDP2, `placement=zero3 precision.layout=bf16",
+        ),
+        (
+            form_of(spec) is Form.MATERIALIZE and not fsdp2_behavior().keeps_bytes,
+            f"shards that FSDP2 of torch {counted_torch()} casts",
+            "precision.layout=bf16",
         ),
     )
     for is_there, where, remedy in cases:
