@@ -24,12 +24,12 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51540,
+    "ptrain": 51570,
     "ptrain/activations": 410,
     "ptrain/algebra": 280,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
-    "ptrain/axes/data": 2260,
+    "ptrain/axes/data": 2280,
     "ptrain/axes/expert": 560,
     "ptrain/axes/pipeline": 1550,
     "ptrain/axes/tensor": 740,
@@ -38,8 +38,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1790,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4950,
-    "ptrain/facts": 820,
+    "ptrain/derivation": 4960,
+    "ptrain/facts": 830,
     "ptrain/internals": 480,
     "ptrain/interpreter": 1080,
     "ptrain/meters": 1470,

@@ -412,6 +412,9 @@ class TensorFacts(NamedTuple):
         return bool(self.cut_over)
 
 
+LAST_UNIT = ("norm", "head")  # the modules of the last unit of `unit: ends`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
     """A unit of tensors that are all-gathered, reduced and freed together: a block, or the root.
@@ -459,6 +462,12 @@ class UnitFacts:
     def is_root(self) -> bool:
         """True for the unit of all tensors that no other unit has."""
         return self.modules == ("",)
+
+    @property
+    def stays_by_default(self) -> bool:
+        """True for the root and the unit of the last norm and the head: torch keeps the root
+        gathered between forward and backward, and this unit ends forward and begins backward."""
+        return self.is_root or self.modules == LAST_UNIT
 
     def is_hidden(self, tensor: TensorFacts) -> bool:
         """Return True if a tensor is a matrix inside the model, not an embedding or a head."""

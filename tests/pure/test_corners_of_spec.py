@@ -366,7 +366,7 @@ NAMED = {
     "fp8 products are aligned": "Definition 1",
     "GPUs multiply fp8": "Definition 5",
 }
-WAITING = """replicas are outside shards;
+WAITING = """replicas are outside shards; ends are units of fully_shard;
     muon does not support experts; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;

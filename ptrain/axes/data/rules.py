@@ -17,13 +17,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import data_factors, has_distribution
+from ptrain.axes.data.form import data_factors, form_of, has_distribution
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.cost import State
 from ptrain.errors import Fault
 from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.dials import GradientSync, UnitKind
+from ptrain.spec.dials import Compiled, GradientSync, UnitKind
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import (
@@ -39,6 +39,7 @@ from ptrain.spec.placement import (
     S,
 )
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import BY_TENSOR
 
 GRADIENT_INTEGRITY = "Theorem 3, gradient integrity"
 STATE_CONSISTENCY = "Theorem 4, state consistency"
@@ -219,6 +220,28 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _end_units(spec: Spec) -> Iterator[Fault]:
+    """Reject `unit: ends` where its units are not tested, or not separate modules."""
+    if spec.unit_size.kind is not UnitKind.ENDS or not data_factors(spec):
+        return
+    within = [f.axis for f in spec.factors if f.axis not in DATA_AXES and f.degree > 1]
+    reasons = {
+        "a model that is not built in": not isinstance(spec.model, ModelShape),
+        f"mesh.{within[0]}" if within else "": bool(within),
+        "a loss in chunks": spec.loss.chunk is not None,
+        f"compile={spec.compile}": spec.compile is not Compiled.NONE,
+        f"optimizer.name={spec.optimizer.name}": not spec.optimizer.properties.is_elementwise,
+        "a placement that fully_shard does not run": form_of(spec) not in BY_TENSOR,
+    }
+    for reason in (reason for reason, is_so in reasons.items() if is_so):
+        yield Fault(
+            place="unit",
+            finding=f"not supported yet: ends with {reason}",
+            remedy="Use `unit=block`.",
+        )
+        return
+
+
 def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
     """Reject experts with an optimizer that needs matrices."""
     shape = spec.model
@@ -357,6 +380,7 @@ DATA = AxisRules(
     ),
     unsupported=(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
+        SpecRule(name="ends are units of fully_shard", theorem="", faults=_end_units),
         SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
     ),
 )

@@ -80,7 +80,7 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
 
 def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if spec.optimizer.properties.is_elementwise:
-        return (unit.is_root, unit.numel, unit.trained_numel)
+        return (unit.is_root, unit.stays_by_default, unit.numel, unit.trained_numel)
     return (unit.is_root, unit.trained_shapes, unit.numel)
 
 
@@ -414,7 +414,7 @@ class Sharded(InPlace):
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
                 count = count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
-                player.by_count(times(self.step.sync, is_root=unit.is_root), count)
+                player.by_count(times(self.step.sync, is_root=unit.stays_by_default), count)
             yield from account.rows
 
     def notes(self) -> Iterator[str]:
