@@ -465,8 +465,7 @@ class UnitFacts:
 
     @property
     def stays_by_default(self) -> bool:
-        """True for the root and the unit of the last norm and the head: torch keeps the root
-        gathered between forward and backward, and this unit ends forward and begins backward."""
+        """True for the root, and for the unit with which forward ends and backward begins."""
         return self.is_root or self.modules == LAST_UNIT
 
     def is_hidden(self, tensor: TensorFacts) -> bool:

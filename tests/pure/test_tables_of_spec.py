@@ -80,8 +80,8 @@ SETS = {
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
     placement.Role: """column fused_column transposed_column group_column row transposed_row
-        vocabulary head whole_input latent_input latent experts whole_experts inner_column inner_row shared
-        norm last_norm positions count block first_block last_block""",
+        vocabulary head whole_input latent_input latent experts whole_experts inner_column inner_row
+        shared norm last_norm positions count block first_block last_block""",
 }
 
 
