@@ -114,6 +114,9 @@ class BlockKind(NamedTuple):
     is_local: bool
 
 
+_OF_A_BLOCK = (UnitKind.BLOCK, UnitKind.SUB_BLOCK, UnitKind.ENDS)
+
+
 def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
     """Return the kind of each of these blocks.
 
@@ -125,7 +128,7 @@ def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | No
         The kinds. None if blocks of one kind may still differ: for models that are not built in,
         and if a unit has several blocks.
     """
-    is_within, shape = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK), spec.model
+    is_within, shape = spec.unit_size.kind in _OF_A_BLOCK, spec.model
     if not isinstance(shape, ModelShape) or not is_within:
         return None
     kept = spec.activations.block_modes(shape.layers)
@@ -451,6 +454,8 @@ def is_tabulated(spec: Spec) -> bool:
     it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
+        return False
+    if spec.unit_size.kind is UnitKind.ENDS:  # tables have no boundaries of these units
         return False
     if spec.degree(Axis.TP) > shape.kv_heads:  # ranks gather keys and values of a shared head
         return False

@@ -411,6 +411,9 @@ class TensorFacts(NamedTuple):
         return bool(self.cut_over)
 
 
+LAST_UNIT = ("norm", "head")  # the modules of the last unit of `unit: ends`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
     """A unit of tensors that are all-gathered, reduced and freed together: a block, or the root.
@@ -462,6 +465,11 @@ class UnitFacts:
     def is_root(self) -> bool:
         """True for the unit of all tensors that no other unit has."""
         return self.modules == ("",)
+
+    @property
+    def stays_by_default(self) -> bool:
+        """True for the root, and for the unit with which forward ends and backward begins."""
+        return self.is_root or self.modules == LAST_UNIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import assert_never
 
-from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import LAST_UNIT, ExpertLayers, ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, ModelShape
@@ -119,6 +119,14 @@ def _make_units(
         case UnitKind.SUB_BLOCK:
             for name, block in blocks.items():
                 inner += _sub_units(name, block)
+        case UnitKind.ENDS:
+            first = tuple(tensor for tensor in ends[0] if tensor.name.startswith("embed."))
+            inner = [
+                UnitFacts(modules=("embed",), tensors=first),
+                *(UnitFacts(modules=(name,), tensors=within[name]) for name in names),
+                UnitFacts(modules=LAST_UNIT, tensors=ends[1]),
+            ]
+            ends = tuple(tensor for tensor in ends[0] if tensor not in first), ()
         case UnitKind.MODEL:
             tensors_of_blocks = tuple(tensor for name in names for tensor in within[name])
             return (UnitFacts(modules=("",), tensors=(*ends[0], *tensors_of_blocks, *ends[1])),)

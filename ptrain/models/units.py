@@ -10,6 +10,7 @@ from typing import assert_never
 from torch import nn
 
 from ptrain.errors import input_error
+from ptrain.facts.model import LAST_UNIT
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.placement import matches_pattern
 
@@ -45,6 +46,8 @@ def unit_modules(
             inner = [tuple(names[start : start + size.count]) for start in starts]
         case UnitKind.SUB_BLOCK:
             inner = [(name,) for block in names for name in (*_sub_blocks(module, block), block)]
+        case UnitKind.ENDS:
+            inner = [("embed",), *((name,) for name in names), LAST_UNIT]
         case UnitKind.MODEL:
             inner = []
         case kind:

@@ -139,6 +139,7 @@ class UnitKind(Word):
     BLOCK = "block"
     SUB_BLOCK = "sub-block"  # a block's children that have children; the block keeps the rest
     BLOCKS = "blocks"  # n neighbouring blocks
+    ENDS = "ends"  # one block; the embedding; and the last norm with the head
     MODEL = "model"
 
 

@@ -271,7 +271,7 @@ def _on_data_axes(mode: object, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_unit(written: str) -> UnitSize:
-    """Parse `block`, `sub-block`, `model` or `n blocks`; `1 blocks` is `block`."""
+    """Parse `block`, `sub-block`, `ends`, `model` or `n blocks`; `1 blocks` is `block`."""
     count, _, blocks = written.partition(" ")
     if not blocks:
         return UnitSize(kind=UnitKind(written))
@@ -405,7 +405,7 @@ class Keys:
             "Modules that are gathered, reduced and freed together (FSDP unit). Default: block;"
             " for built-in models with replicated parameters, as many blocks as fill a "
             "`bucket`.",
-            "block, sub-block, n blocks or model",
+            "block, sub-block, ends, n blocks or model",
             (
                 Choice(
                     "",
@@ -413,6 +413,8 @@ class Keys:
                         "block": "one transformer block; embedding and head belong to the root",
                         "sub-block": "attention and feed-forward separately; norms belong to "
                         "the block",
+                        "ends": "one transformer block; the embedding; the last norm with the "
+                        "head, as in torchtitan",
                         "model": "the full model",
                     },
                 ),

@@ -79,6 +79,8 @@ DIALS = (
     dial("zero3", size=4, reshard=2, prefetch=2, unit="2 blocks"),
     dial("zero3", unit="model", prefetch=1),
     dial("zero3", reshard="non-root", accumulate=3),
+    dial("zero3", SHORT, reshard="non-root", unit="ends"),
+    dial("fsdp-mixed", size=4, unit="ends", prefetch=1, accumulate=3),
     dial("zero3", size=4, reshard="non-root", prefetch=2, unit="sub-block"),
     dial("fsdp-mixed", reshard="non-root", accumulate=3, overlap="none"),
     dial("fsdp-offload", reshard="non-root", accumulate=3),

@@ -164,7 +164,7 @@ LINES = [
     ("train:", "sync: last\ntrain:", "sync", "a mapping", "Use `sync: {gradients: last}`."),
     ("{layout: fp32}", "fp16", "precision", "a mapping", "Use `precision: {layout: fp16}`."),
     ("{layout: fp32}", "mixed", "precision", "a mapping", "{layout: fsdp-mixed}"),
-    ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, n blocks or model", ""),
+    ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, ends, n blocks or model", ""),
     ("train:", "reshard: 1\ntrain:", "sync.reshard_after_forward", "shards >= 2", ""),
     ("train:", "reshard: often\ntrain:", "reshard", "true, false, non-root or a number", ""),
     ("train:", "reshard: non_root\ntrain:", "reshard", "the string 'non_root'", "non-root"),

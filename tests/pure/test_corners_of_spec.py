@@ -369,8 +369,8 @@ NAMED = {
     "autocast casts fp32": "Definition 1",
 }
 WAITING = """replicas are outside shards; quantized weights are executed;
-    muon does not support experts; groups have equal state in flat units;
-    flash attention accepts no mask;
+    ends are units of fully_shard; muon does not support experts;
+    groups have equal state in flat units; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;

@@ -17,7 +17,6 @@ KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
 # Modules outside of `internals` that use private torch APIs. This list only shrinks.
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
-    "ptrain.axes.tensor.run.apply",  # calls it, and its like
 }
 
 

@@ -76,7 +76,7 @@ def test_values_that_are_not_supported_yet_are_marked():
         ("deterministic", "true or false", "false"),
         ("prefetch", "an integer in 0..10000, or null", "–"),
         ("batch.sequence", "an integer in 1..100000000", "required"),
-        ("unit", "block, sub-block, n blocks or model, or null", "–"),
+        ("unit", "block, sub-block, ends, n blocks or model, or null", "–"),
     ],
 )
 def test_a_row_describes_the_form_in_a_file(place, takes, default):

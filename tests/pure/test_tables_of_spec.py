@@ -70,7 +70,7 @@ SETS = {
     DType: "fp64 fp32 bf16 fp16 fp8",
     dials.GradientSync: "every last",
     dials.ReduceScatterVia: "native all_to_all",
-    dials.UnitKind: "block sub-block blocks model",
+    dials.UnitKind: "block sub-block blocks ends model",
     dials.Overlap: "none backward",
     dials.GatherAfterUpdate: "blocking during-update next-forward",
     activations.Operators: "matmul attention softmax norm collective",
@@ -79,9 +79,9 @@ SETS = {
     model.Attention: "sdpa sdpa-gqa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
-    placement.Role: """column fused_column transposed_column row transposed_row vocabulary head
-        whole_input latent_input latent experts whole_experts inner_column inner_row shared
-        norm last_norm positions count block first_block last_block""",
+    placement.Role: """column fused_column transposed_column group_column row transposed_row
+        vocabulary head whole_input latent_input latent experts whole_experts inner_column inner_row
+        shared norm last_norm positions count block first_block last_block""",
 }
 
 
@@ -394,7 +394,7 @@ def test_an_error_for_a_union_lists_all_alternatives():
         "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
         "sync.reshard_after_forward": reshard,
         "reduce_scatter": "native or all_to_all",
-        "unit": "block, sub-block, n blocks or model",
+        "unit": "block, sub-block, ends, n blocks or model",
         "activations": "a mode (R, M or O; M@host), or modes by block",
         "compile": "none, block, loss or all",
         "tensor.plan": "paired or naive, or a mapping of module names to roles",

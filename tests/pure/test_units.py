@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.layers import all_represented
+from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.spec.dials import UnitKind, UnitSize
+from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import ODD_SHAPE, setting
@@ -25,6 +28,7 @@ SIZES = [
     UnitSize(kind=UnitKind.BLOCKS, count=7),
     UnitSize(kind=UnitKind.MODEL),
 ]
+ENDS = UnitSize(kind=UnitKind.ENDS)
 
 
 def text(shape: ModelShape) -> str:
@@ -36,7 +40,7 @@ def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
     return model_timeline(setting(shape), played)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, ENDS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_every_tensor_belongs_to_one_unit_and_stays_the_same(shape, size):
     by_block, stated = facts(shape, 8), facts(shape, 8, size)
@@ -46,7 +50,7 @@ def test_every_tensor_belongs_to_one_unit_and_stays_the_same(shape, size):
     assert (stated.buffers, stated.gradient_order) == (by_block.buffers, by_block.gradient_order)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, ENDS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_a_tensors_name_begins_with_that_of_a_module_of_its_unit(shape, size):
     *inner, root = facts(shape, 8, size).units
@@ -125,3 +129,31 @@ def without_boundaries(items: tuple[Item, ...]) -> list[Item]:
         elif not isinstance(item, Boundary):
             kept.append(item)
     return kept
+
+
+def test_ends_are_the_embedding_and_the_last_norm_with_the_head():
+    first, *blocks, last, root = facts(ODD_SHAPE, 8, ENDS).units
+    assert [tensor.name for tensor in first.tensors] == ["embed.weight"]
+    assert last.modules == ("norm", "head")
+    assert [tensor.name for tensor in last.tensors] == ["norm.weight", "head.weight"]
+    assert len(blocks) == ODD_SHAPE.layers
+    assert not root.tensors and [unit.stays_by_default for unit in (first, last)] == [False, True]
+    positions = facts(replace(GPT, tied=False), 8, ENDS).units[-1]
+    assert [tensor.name for tensor in positions.tensors] == ["positions.weight"]
+
+
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        (["model.tied=true"], "but the model ties them"),
+        (["mesh.tp=2", "placement.tp=tp"], "not supported yet: ends with mesh.tp"),
+        (["loss.chunk=64"], "not supported yet: ends with a loss in chunks"),
+        (["compile=block"], "not supported yet: ends with compile=block"),
+        (["optimizer.name=muon"], "not supported yet: ends with optimizer.name=muon"),
+        (["placement=zero2"], "not supported yet: ends with a placement that fully_shard"),
+    ],
+)
+def test_ends_are_rejected_where_they_are_not_separate_units(words, finding):
+    with pytest.raises(SpecError) as caught:
+        require_runnable(load("zero3", ["unit=ends", *words]))
+    assert any(fault.place == "unit" and finding in fault.finding for fault in caught.value.faults)

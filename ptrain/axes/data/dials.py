@@ -30,6 +30,7 @@ from ptrain.spec.dials import (
     Overlap,
     ReduceScatterVia,
     Reshard,
+    UnitKind,
     UnitSize,
 )
 from ptrain.spec.keys import Offload, data_axis_dials
@@ -223,7 +224,15 @@ def _unit_faults(spec: Spec) -> Iterator[Fault]:
             finding=f"{spec.unit} has no effect: DistributedDataParallel reduces by bucket",
             remedy="Remove `unit`. To change the size of reductions, set `bucket`.",
         )
-    elif isinstance(spec.model, ModelShape) and spec.unit_size.count > spec.model.layers:
+    elif not isinstance(spec.model, ModelShape):
+        return
+    elif spec.unit_size.kind is UnitKind.ENDS and spec.model.tied:
+        yield Fault(
+            place="unit",
+            finding="ends needs separate units of embedding and head, but the model ties them",
+            remedy="Use `unit=block` or `model.tied=false`.",
+        )
+    elif spec.unit_size.count > spec.model.layers:
         layers = spec.model.layers
         fewer = f"at most {layers} blocks" if layers > 1 else "block"
         yield Fault(

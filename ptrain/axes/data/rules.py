@@ -42,7 +42,7 @@ from ptrain.spec.placement import (
 )
 from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
-from ptrain.steps.wraps import Form
+from ptrain.steps.wraps import BY_TENSOR, Form
 
 GRADIENT_INTEGRITY = "Theorem 3, gradient integrity"
 STATE_CONSISTENCY = "Theorem 4, state consistency"
@@ -222,6 +222,28 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
             ),
             remedy="Use `unit=block`, or `optimizer.name=adamw`.",
         )
+
+
+def _end_units(spec: Spec) -> Iterator[Fault]:
+    """Reject `unit: ends` where its units are not tested, or not separate modules."""
+    if spec.unit_size.kind is not UnitKind.ENDS or not data_factors(spec):
+        return
+    within = [f.axis for f in spec.factors if f.axis not in DATA_AXES and f.degree > 1]
+    reasons = {
+        "a model that is not built in": not isinstance(spec.model, ModelShape),
+        f"mesh.{within[0]}" if within else "": bool(within),
+        "a loss in chunks": spec.loss.chunk is not None,
+        f"compile={spec.compile}": spec.compile is not Compiled.NONE,
+        f"optimizer.name={spec.optimizer.name}": not spec.optimizer.is_elementwise,
+        "a placement that fully_shard does not run": form_of(spec) not in BY_TENSOR,
+    }
+    for reason in (reason for reason, is_so in reasons.items() if is_so):
+        yield Fault(
+            place="unit",
+            finding=f"not supported yet: ends with {reason}",
+            remedy="Use `unit=block`.",
+        )
+        return
 
 
 def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
@@ -430,6 +452,7 @@ DATA = AxisRules(
     unsupported=(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
         SpecRule(name="quantized weights are executed", theorem="", faults=_quantized_elsewhere),
+        SpecRule(name="ends are units of fully_shard", theorem="", faults=_end_units),
         SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
         SpecRule(
             name="groups have equal state in flat units", theorem="", faults=_groups_in_flat_units

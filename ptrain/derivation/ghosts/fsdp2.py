@@ -129,7 +129,7 @@ class Gathers:
         self.shards = shards
         self.kept_ranks = [kept_ranks(step.sync, own.ranks) for own in shards]
         self.stays = [  # gathered from forward to backward
-            not step.sync.after_forward(is_root=unit.is_root) for unit in scene.units
+            not step.sync.after_forward(is_root=unit.stays_by_default) for unit in scene.units
         ]
         self.tensors = [
             [size * own.ranks * itemsize for size, itemsize in zip(*pair, strict=True)]

@@ -80,10 +80,11 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
 
 
 def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
+    sizes = unit.numel, unit.trained_numel, unit.quantized_numel
     if spec.optimizer.is_elementwise and spec.optimizer.is_uniform:
-        return (unit.is_root, unit.numel, unit.trained_numel, unit.quantized_numel)
+        return (unit.is_root, unit.stays_by_default, *sizes)
     rules = rules_of_unit(spec.optimizer, unit)
-    return (unit.is_root, unit.trained_shapes, unit.numel, unit.quantized_numel, rules)
+    return (unit.is_root, unit.stays_by_default, unit.trained_shapes, *sizes, rules)
 
 
 def _play_unit(
@@ -432,7 +433,7 @@ class Sharded(InPlace):
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
                 count = count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
-                player.by_count(times(self.step.sync, is_root=unit.is_root), count)
+                player.by_count(times(self.step.sync, is_root=unit.stays_by_default), count)
             yield from account.rows
 
     def notes(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.cost import Collective, Footprint, Peak, Phase, Spent, State, Traffic
 from ptrain.derivation.tape import Account, PeakExceeded, Scene, Tape, Wrap
-from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.model import LAST_UNIT, ModelFacts, UnitFacts
 from ptrain.facts.parameters import COUNTS
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
@@ -203,9 +203,11 @@ def kept_root(wrapped: WrapContext) -> Iterator[str]:
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
         times = count_gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
-        root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
+        root = sum(unit.numel for unit in wrapped.facts.units if unit.stays_by_default)
+        is_last = any(unit.modules == LAST_UNIT for unit in wrapped.facts.units)
+        name = "the unit of the last norm and the head" if is_last else "the root"
         yield (
-            f"the root, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "
+            f"{name}, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "
             f"forward and backward: it is gathered {times.forward}× in forward and "
             f"{times.backward}× in backward"
         )

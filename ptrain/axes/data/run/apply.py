@@ -31,6 +31,7 @@ from ptrain.axes.data.run.flat import FlatWrap, ParameterWrap, WrappedModel
 from ptrain.axes.data.run.flat_target import RowWriter, ZeroRedundancyUpdate
 from ptrain.axes.data.run.summing import arranged_buckets, handing_over, record_arrival
 from ptrain.cost import State
+from ptrain.facts.model import LAST_UNIT
 from ptrain.facts.stages import Units
 from ptrain.internals import fsdp2
 from ptrain.internals.ddp import DEFAULT_BUCKET_BYTES
@@ -272,7 +273,7 @@ class FullyShardedWrap(ParameterWrap):
             fully_shard(
                 members,
                 mesh=fsdp_mesh(step, mesh),
-                reshard_after_forward=_reshard_option(step.sync.reshard_after_forward),
+                reshard_after_forward=_reshard_option(step.sync.reshard_after_forward, modules),
                 mp_policy=_precision_policy(step, layout),
                 ignored_params=set(self._local),
                 shard_placement_fn=partial(_shard_of, step.sync, mesh.group_size(step.shard_axes)),
@@ -489,12 +490,14 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
     return concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
 
 
-def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:
+def _reshard_option(given_back: bool | int | Reshard, modules: Sequence[str]) -> bool | int | None:
     """Return FSDP2's `reshard_after_forward`; None lets torch keep the root gathered.
 
     The root is the module with which the first forward pass begins.
     """
-    return None if isinstance(given_back, Reshard) else given_back
+    if not isinstance(given_back, Reshard):
+        return given_back
+    return False if tuple(modules) == LAST_UNIT else None
 
 
 def _shard_of(sync: SyncPolicy, ranks: int, parameter: nn.Parameter) -> Shard:
