@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -461,6 +461,10 @@ def _run_ranks(
             return _watch(ranks, interrupts)
         finally:
             end_ranks(ranks)
+            for rank in ranks:
+                with suppress(OSError):
+                    if rank.error_file.stat().st_size == 0:  # of a rank that raised nothing
+                        rank.error_file.unlink()
 
 
 def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:

@@ -280,8 +280,7 @@ def _run_training(
         runs_fakes=False,
         progress=LOG.info,
     )
-    # Again, with the number of logits per token.
-    require_trainable_data(text, spec, facts.vocabulary)
+    require_trainable_data(text, spec, facts.vocabulary)  # again, with the logits per token
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
