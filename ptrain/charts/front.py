@@ -42,8 +42,13 @@ def front_sheet(selection: PlacementRanking, width: float = WIDE) -> Sheet:
     job, cluster = selection.job, selection.job.base.cluster
     title = f"{job.base.name} on {job.devices} devices: step time and peak memory"
     sheet = Sheet(title=title, width=width, height=EDGE)
-    what = "nominal seconds: the time is unknown" if selection.unknown else "seconds per step"
-    sheet.add_heading(title, f"vertical: {what}; horizontal: peak memory per device")
+    sheet.add_heading(
+        title,
+        "vertical: nominal seconds, because the time is unknown"
+        if selection.unknown
+        else "vertical: seconds per step",
+        "horizontal: peak memory per device",
+    )
     room = cluster.usable_memory if cluster else 0
     front = [*dict.fromkeys(map(_point_of, selection.front))]
     points = [*dict.fromkeys([*map(_point_of, selection.ranking), *front])]
@@ -51,7 +56,8 @@ def front_sheet(selection: PlacementRanking, width: float = WIDE) -> Sheet:
     sheet.height += SMALL * LINE
     plane = Plane(sheet, (0, 1.03 * most, 0, 1.05 * slowest), TIME, _HEIGHT)
     plane.add_numbers(round_ticks(1.03 * most, MEMORY, max(2, int(width / _TICKS_APART))))
-    for point in (*points, *reversed(front)):  # the fastest of the front covers others
+    others = [point for point in points if point not in front]
+    for point in (*others, *reversed(front)):  # the fastest of the front covers others
         number = str(front.index(point) + 1) if point in front else ""
         _add_dot(sheet, plane.point_position(*point), number)
     if room:

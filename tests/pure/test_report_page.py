@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 from html import escape, unescape
 from html.parser import HTMLParser
@@ -115,6 +116,14 @@ def test_a_run_without_memory_names_the_cheapest_change_that_fits(tmp_path):
     answer = text[text.index('class="answer bad"') : text.index("<h3>")]
     assert "CUDA out of memory. Tried to allocate 2.00 GiB" in answer
     assert "Does not fit by " in answer and "changes that fit" in answer
+
+
+def test_a_page_needs_neither_torch_nor_matplotlib(tmp_path):
+    words = ["report", "zero3", str(OLD_RUN), "--out", str(tmp_path / "page.html")]
+    code = f"import sys; from ptrain.cli.main import main; main({words!r})"
+    code += "; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_names_and_messages_are_escaped(tmp_path):
