@@ -172,7 +172,7 @@ def use(folder: Path, picture: Path | None = None) -> dict[str, Any]:
     with serve(folder) as address:
         command = ["node", str(_SOURCE / "check.mjs"), str(playwright), find_browser(), address]
         command += [str(picture)] if picture else []
-        ended = subprocess.run(command, check=True, timeout=280, stdout=subprocess.PIPE)
+        ended = subprocess.run(command, check=True, timeout=500, stdout=subprocess.PIPE)
     result: dict[str, Any] = json.loads(ended.stdout)
     return result
 

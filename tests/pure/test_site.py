@@ -109,6 +109,7 @@ def test_the_reference_has_every_command_and_every_name_of_the_package(benchmark
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_the_playground_works_on_a_phone_in_a_browser_without_other_hosts(
     benchmark_module, tmp_path
 ):
@@ -128,7 +129,7 @@ def test_the_playground_works_on_a_phone_in_a_browser_without_other_hosts(
     assert seen["parts"] == 5 and "74.12 GiB" in seen["capacity"]
     assert seen["words"][0] == "overlap" and seen["completed"] == "overlap: backward"
     assert seen["fault"].startswith("line 8: batch.global") and seen["wrong"].startswith("batch:")
-    assert seen["longest_frame_ms"] < 500  # typing does not wait for the worker
+    assert seen["longest_frame_ms"] < 1000 * seen["select_seconds"] / 4  # typing does not wait
     assert seen["frames"] == 12 and seen["width"] == 390
     assert seen["plan"].startswith("plan of 8b-zero3: 4 ranks") and "Best:" in seen["select"]
     assert seen["predict"].startswith("8b-zero3") and seen["is_same"]
