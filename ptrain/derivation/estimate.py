@@ -1,12 +1,10 @@
-"""`derive`: the cost of a spec by the paper's formulas (`paper`) and as it runs (`exact`), and its
-plan.
+"""`derive`: a spec's cost by the paper's formulas (`paper`) and as it runs (`exact`), and its plan.
 
 Model FLOPs utilization (MFU) follows from the time of a step. A token costs 6N + 12·L·d·s
-operations in forward and backward. N is the number of parameters without those that are only looked
-up (input embedding, positions), and with only the experts that a token visits. L is the number of
-layers, d the width of all heads (the mean of queries and values if they differ), s the sequence
-length. This counts attention scores in full (`full`); `causal` counts the half that a causal mask
-leaves, 6·L·d·s. Recomputation does not count.
+operations in forward and backward. N counts the parameters but those that are only looked up (input
+embedding, positions), and of experts those that a token visits. L is the number of layers, d the
+width of all heads (the mean of queries and values if they differ), s the sequence length. Attention
+scores count in full (`full`), or their causal half, 6·L·d·s (`causal`); recomputation does not.
 
 specs/step_times.yaml compares predictions with published results. For each family of specs it has
 the interval of the collected steps as multiples of their predictions, with the devices that ran
@@ -191,7 +189,7 @@ def _estimate_legal(
     spec = plan.spec
     require_executed(spec, plan, facts)
     require_matches(spec.optimizer, facts)
-    if plan.pipeline is not None and not spec.optimizer.is_uniform:
+    if plan.pipeline is not None:
         require_equal_copies(spec.optimizer, chain_of(spec, facts).tied)
     estimate = of_step(spec, plan, facts, machine)
     estimate = replace(

@@ -26,14 +26,12 @@ from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Item, Kind, Repeated, Run, Timeline, run
 
 NO_LAYER = -1
+LAST_UNIT = ("norm", "head")  # the modules of the last unit of `unit: ends`
 
 
 class RowsSize(NamedTuple):
-    """A size in bytes: fixed, or proportional to the rows that the experts of one layer get.
-
-    `number` is the bytes, or the bytes per row. `layer` is the index among the layers with experts,
-    or NO_LAYER.
-    """
+    """`number` bytes, or `number` bytes per row that the experts of one layer get. `layer` is the
+    index among the layers with experts, or NO_LAYER."""
 
     number: int
     layer: int = NO_LAYER
@@ -409,9 +407,6 @@ class TensorFacts(NamedTuple):
     def is_cut(self) -> bool:
         """True if the tensor is one rank's shard."""
         return bool(self.cut_over)
-
-
-LAST_UNIT = ("norm", "head")  # the modules of the last unit of `unit: ends`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

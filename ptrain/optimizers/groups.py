@@ -148,7 +148,7 @@ def require_matches(spec: OptimizerSpec, facts: ModelFacts) -> None:
 
 
 def require_equal_copies(spec: OptimizerSpec, tied: Iterable[tuple[str, str]]) -> None:
-    """Require that a tensor that two pipeline stages hold has one update rule.
+    """Require that a weight that two pipeline stages hold has one update rule.
 
     Args:
         spec: The optimizer with its groups.

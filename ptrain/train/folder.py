@@ -92,9 +92,7 @@ def take_lock(folder: Path) -> Lock:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
-        if _is_same_file(
-            file, descriptor
-        ):  # else its holder removed the file between open and flock
+        if _is_same_file(file, descriptor):  # else its holder removed it between open and flock
             break
         os.close(descriptor)
     # Only after locking: before, the text names the process that holds the lock.
@@ -357,10 +355,8 @@ def _open_given(path: Path, resuming: bool) -> Path:
 
 
 def _require_own(path: Path) -> None:
-    """Raise SpecError if a run folder, or a part of it, is another user's or a symbolic link.
-
-    Their owner may replace any file in it by a link to a file of this user.
-    """
+    """Raise SpecError if a run folder or a part of it is a symbolic link, or another user's, who
+    may replace a file in it by a link."""
     for folder in (path, *(path / part for part in _PARTS)):
         with suppress(FileNotFoundError):
             status = folder.lstat()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ptrain.cost import Estimate
 from ptrain.data.corpus import open_corpus
-from ptrain.data.sampler import fingerprint_data, require_trainable_data
+from ptrain.data.sampler import SampleSource, fingerprint_data, require_trainable_data
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, input_error
 from ptrain.facts.parameters import count_weights
@@ -290,8 +290,7 @@ def _run_training(
     _announce(session, derivation.exact, program.whole_because)
     folder, exchange = session.folder, session.exchange
     if options.resume or spec.checkpoint.every or spec.checkpoint.at_end:
-        read = partial(fingerprint_data, spec, text)
-        program.data_prints = _run_on_first_rank(exchange, read, "read the training data")
+        program.data_prints = _fingerprint_on_first_rank(session, text)
     first = resume_training(program, folder, options.resume, exchange, options.accept_data)
     if world.is_first:
         trackers = make_trackers(spec, options, session.folder, derivation.exact, first=first)
@@ -323,6 +322,14 @@ def _run_training(
             outcome = train(program, parts, first=first)
         of_run = _make_predictions(derivation, probe, routing)
         return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
+
+
+def _fingerprint_on_first_rank(
+    session: Session, source: SampleSource
+) -> dict[str, tuple[int, str, int]]:
+    """Return the fingerprint of the training data, which rank 0 reads for all ranks."""
+    read = partial(fingerprint_data, session.spec, source)
+    return _run_on_first_rank(session.exchange, read, "read the training data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
