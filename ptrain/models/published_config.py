@@ -347,6 +347,9 @@ def select_fields(named: Any, config: Mapping[str, object]) -> TakenConfig:
     else:
         passed = {fault.place.removeprefix(_PLACE) for fault in faults}
         faults += _unknown_fields(kind, known, [name for name in config if name not in passed])
+        # a class may declare a field that it never reads
+        taken = {name: value for name, value in config.items() if _is_taken(name, known)}
+        unread = {name: value for name, value in taken.items() if not _is_read(named, name)}
     bad = {fault.place for fault in faults}
     fields = {name: value for name, value in fields.items() if _PLACE + name not in bad}
     said = (name for name, by in _SAID_BY.items() if by == "attention" and config.get(name))

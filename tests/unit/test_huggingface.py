@@ -172,6 +172,9 @@ def test_a_field_that_a_class_declares_and_never_reads_is_named():
     off = DEEPSEEK | {"num_nextn_predict_layers": 0, "auto_map": {}}
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=off))
     assert ignored == ("scoring_func (ignored)",)
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    inline = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=fields))
+    assert inline == ("num_nextn_predict_layers (ignored)",)
 
 
 @pytest.mark.parametrize("empty", [{}, None])
