@@ -1,61 +1,19 @@
 """The options, examples and help texts of every command, as tables that import nothing heavy.
 
 `ptrain COMMAND --help`, shell completion and the entry points of ranks (`python -m ptrain.train`)
-read these tables. Parsers of values raise ArgumentTypeError for a text that they reject.
+read these tables.
 """
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptrain.units import count, part, positive, sequence_length, temperature
+
 Option = tuple[tuple[str, ...], dict[str, Any]]
 Group = tuple[Option | list[Option], ...]  # a list holds mutually exclusive options
-
-
-def positive(text: str) -> int:
-    """Parse an integer of 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"must be an integer of 1 or more; got {text!r}")
-    return int(text)
-
-
-def part(text: str) -> float:
-    """Parse a fraction below one half, written `5%` or `0.05`."""
-    digits = text.removesuffix("%")
-    try:
-        value = float(digits) / (100 if digits != text else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 0.5:
-        raise ArgumentTypeError(f"must be a part below 50%, for example 5%; got {text!r}")
-    return value
-
-
-def count(text: str) -> int:
-    """Parse an integer of 0 or more."""
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"must be an integer of 0 or more; got {text!r}")
-    return int(text)
-
-
-def sequence_length(text: str) -> int:
-    """Parse a number of tokens, from 1 to 10**8."""
-    if not text.isdecimal() or not 1 <= int(text) <= 10**8:
-        raise ArgumentTypeError(f"must be an integer in 1..{10**8}; got {text!r}")
-    return int(text)
-
-
-def temperature(text: str) -> float:
-    """Parse a finite number of 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0.0 <= number < float("inf"):
-        raise ArgumentTypeError(f"must be a number of 0 or more; got {text!r}")
-    return number
 
 
 class Command(NamedTuple):
@@ -117,6 +75,13 @@ _CODE_OF_RUN = flag("--allow-import", "Run code that the run's spec names. Defau
 _DEVICES = ("auto", "cpu", "cuda")
 
 
+_MODEL = value(
+    "--model",
+    "MODEL",
+    "Use this model: a name from `ptrain specs`, or a folder with a "
+    "config.json. Default: from the spec.",
+)
+_RANKS = value("--devices", "N", "Use N devices. Default: from the FILE.", type=positive)
 _STEP = value("--step", "N", "Use the checkpoint of step N. Default: the newest.", type=int)
 _RUN = value("run", "RUN", "Run folder, such as runs/latest.")
 _SET = "Set a key of the spec, such as `mesh.dp_shard=4`. `ptrain help keys` lists them."
@@ -138,9 +103,11 @@ COMMANDS = {
             "Job": (
                 value("--cluster", "NAME", "Predict for this cluster: a name from `ptrain specs`, "
                     "or a file. Default: from the spec."),
-                value("--devices", "N", "Use N devices, for a MODEL. Default: all devices of the "
-                    "cluster.", type=positive),
-                _ALLOW_IMPORT),
+                value("--devices", "N", "Use N devices, for a MODEL or a config of another tool. "
+                    "Default: all devices of the cluster.", type=positive),
+                _MODEL,
+                _ALLOW_IMPORT,
+            ),
             "Figures": (
                 flag("--reserved", "Add the memory that the CUDA allocator would reserve. "
                     "Simulates one rank of each spec, which takes seconds and needs torch."),
@@ -180,7 +147,9 @@ COMMANDS = {
                     "`ptrain specs`, or a file. Default: from the SPEC."),
                 value("--devices", "N", "Use N devices. Default: all devices of the cluster.",
                     type=positive),
-                _ALLOW_IMPORT),
+                _MODEL,
+                _ALLOW_IMPORT,
+            ),
             "Search": (
                 value("--objective", "GOAL", "Minimize this figure. One of time, memory, devices, "
                     "cost. Default: time.", choices=("time", "memory", "devices", "cost"),
@@ -231,6 +200,8 @@ COMMANDS = {
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
                 _OVERRIDES),
             "Options": (
+                _MODEL,
+                _RANKS,
                 _ALLOW_IMPORT,
                 _JSON,
                 _chart_option("Draw the pipeline schedule and the tokens of each `cp` rank, or "
@@ -255,7 +226,10 @@ COMMANDS = {
                     "is one, without the other ranks."),
                 flag("--every-block", "Run every block. Default: run a few of many equal blocks "
                     "and repeat their figures."),
-                _ALLOW_IMPORT),
+                _MODEL,
+                _RANKS,
+                _ALLOW_IMPORT,
+            ),
             "Output": (
                 _JSON,
                 _chart_option("Draw memory over the step."),
@@ -266,6 +240,36 @@ COMMANDS = {
             "ptrain simulate 70b-zero3 --rank all-distinct --chart memory.svg",
         ),
         topics=("simulate", "unknown-peaks"),
+    ),
+    "convert": Command(
+        usage=(
+            "FILE [--model MODEL] [key=value ...] [options]",
+            "SPEC --to TOOL [key=value ...] [options]",
+        ),
+        details="Each key of the file is accounted for, on standard error.",
+        groups={
+            "Arguments": (
+                value("arguments", "FILE", "Config of DeepSpeed, accelerate, axolotl, torchtitan, "
+                    "Lightning or the Trainer, or a script with Megatron-LM's arguments. With "
+                    "--to, a SPEC too.", nargs="*"),
+                _OVERRIDES,
+            ),
+            "Options": (
+                value("--to", "TOOL", "Write the config of this tool. One of deepspeed, "
+                    "accelerate, axolotl, trainer, torchtitan, megatron, lightning. Default: "
+                    "write a spec.", choices=("deepspeed", "accelerate", "axolotl", "trainer",
+                    "torchtitan", "megatron", "lightning")),
+                _MODEL,
+                _RANKS,
+                value("--out", "FILE", "Write to this file. Default: print.", type=Path),
+                _JSON,
+            ),
+        },
+        examples=(
+            "ptrain convert ds_config.json --model llama3-8b --devices 8 --out spec.yaml",
+            "ptrain convert 8b-zero3 --to accelerate",
+        ),
+        topics=("convert-your-config", "other-tools"),
     ),
     "train": Command(
         usage=("[SPEC] [key=value ...] [options]",),
@@ -327,8 +331,9 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: "
                     "zero3.", nargs="*"),
-                _OVERRIDES),
-            "Options": (_ALLOW_IMPORT, _JSON),
+                _OVERRIDES,
+            ),
+            "Options": (_MODEL, _RANKS, _ALLOW_IMPORT, _JSON),
         },
         examples=("ptrain validate zero1 zero2 zero3", "ptrain validate zero3 mesh.dp_shard=2,4"),
         topics=("reading-a-verdict", "prediction-differs"),

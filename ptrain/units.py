@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import reduce
 from operator import add
@@ -170,3 +171,47 @@ def as_bytes(value: object, *, rate: bool = False) -> int | None:
         return parse_bytes(value.removesuffix("/s") if rate else value)
     except (ValueError, OverflowError):
         return None
+
+
+def positive(text: str) -> int:
+    """Parse an integer of 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"must be an integer of 1 or more; got {text!r}")
+    return int(text)
+
+
+def part(text: str) -> float:
+    """Parse a fraction below one half, written `5%` or `0.05`."""
+    digits = text.removesuffix("%")
+    try:
+        value = float(digits) / (100 if digits != text else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 0.5:
+        raise ArgumentTypeError(f"must be a part below 50%, for example 5%; got {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """Parse an integer of 0 or more."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be an integer of 0 or more; got {text!r}")
+    return int(text)
+
+
+def sequence_length(text: str) -> int:
+    """Parse a number of tokens, from 1 to 10**8."""
+    if not text.isdecimal() or not 1 <= int(text) <= 10**8:
+        raise ArgumentTypeError(f"must be an integer in 1..{10**8}; got {text!r}")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    """Parse a finite number of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number < float("inf"):
+        raise ArgumentTypeError(f"must be a number of 0 or more; got {text!r}")
+    return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,7 +70,12 @@ class CommandParser(ArgumentParser):
             self.error(self._explain_error(error))
         if unknown:
             self.error(f"unknown argument {unknown[0]}")
-        parsed.typed = typed
+        parsed.typed, parsed.verb = typed, self.verb
+        files = filter(os.path.isfile, getattr(parsed, "arguments", ()))
+        if hasattr(parsed, "model") and (parsed.model or parsed.devices or any(files)):
+            from ptrain.cli.convert import convert_arguments
+
+            convert_arguments(parsed)
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -107,7 +113,8 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
         word: The option as typed, perhaps with `=VALUE`.
         following: The next argument, which may be the option's value.
     """
-    from ptrain.spec.check import for_foreign, iter_key_rows, of_any_section
+    from ptrain.spec.check import iter_key_rows, of_any_section
+    from ptrain.spec.foreign import for_foreign
     from ptrain.spec.slips import NEAR, closest_word
 
     name, _, value = word.partition("=")

@@ -26,6 +26,7 @@ GROUPS = {
         "select": "Find the fastest placement of a model on a cluster",
         "plan": "Show how a spec wraps the model, step by step",
         "simulate": "Run one rank of a job of any size on fake tensors",
+        "convert": "Convert another tool's config to a spec, or a spec to its config",
     },
     "Run": {
         "train": "Train a spec and compare the prediction with the measurement",
@@ -52,7 +53,6 @@ GROUPS = {
 VERBS = {verb: about for commands in GROUPS.values() for verb, about in commands.items()}
 # Commands of other tools, and the equivalent command here.
 _OTHER_WORDS = {
-    "convert": "export",
     "estimate": "predict",
     "generate": "sample",
     "launch": "train",

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.batch import BatchRaw
+from ptrain.spec.foreign import for_foreign
+from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.grammar import EXPERTS_TUPLE, ExpertTupleRaw, MeshRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import (
     Boolean,
@@ -42,97 +42,7 @@ _MOST_LISTED = 12  # keys in a remedy: more fill several lines
 _MOST_MEANT = 4  # places in a question
 _ALIKE = 0.85  # words this similar (`step`, `steps`) are a typo, even if another section has it
 
-_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
-_OF_SPECS = frozenset(("mesh", "placement", "batch"))
-
-_SWITCH = "enable"
-
-Show = Callable[[Route, str], str]  # writes a key and its value in the syntax that the user typed
 Places = Mapping[Route, tuple[str, ...]]  # a key's name and aliases
-
-
-def load_hints() -> Mapping[str, Any]:
-    """Return the tables of `specs/hints.yaml`: remedies by tool and key, and the files of each
-    tool."""
-    return load_table("hints.yaml")
-
-
-@cache
-def foreign_keys() -> Mapping[str, str | Mapping[str, str]]:
-    """Return the remedies for other tools' keys: a text, or texts by value."""
-    return {key: said for tool in load_hints()["keys"].values() for key, said in tool.items()}
-
-
-def for_foreign(route: Route, value: object, show: Show) -> str:
-    """Return the remedy for another tool's key.
-
-    Args:
-        route: The key with the sections that it was written in.
-        value: The value that was written.
-        show: Writes a key and its value in the syntax of the user.
-
-    Returns:
-        The remedy, or "" if no tool has such a key.
-    """
-    word = ".".join(route).lower().replace("-", "_")
-    # A key may be known with its section (`zero_optimization.stage`) or without it.
-    while not (answer := foreign_keys().get(word)) and "." in word:
-        word = word.partition(".")[2]  # without its outermost section
-    if isinstance(answer, Mapping):
-        text = to_flow_yaml(value).strip('"').lower()
-        answer = answer.get(text, answer["else"])
-    if not (match := _ANSWER.fullmatch(answer or "")):
-        return answer or ""
-    key, right, more = match.groups()
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        right = re.sub(r"\bN\b", str(value), right)
-    return f"Use `{show(tuple(key.split('.')), right)}`.{f' {more}' if more else ''}"
-
-
-def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]]:
-    """Yield the keys within another tool's section, with their values; `enable` comes first.
-
-    torchtitan ignores the other keys of a section with `enable: false`, so only this one is
-    yielded.
-    """
-    if not isinstance(value, dict) or not value:
-        yield route, value
-        return
-    for key, inner in sorted(value.items(), key=lambda entry: entry[0] != _SWITCH):
-        yield from foreign_leaves((*route, key), inner)
-        if key == _SWITCH and inner is False:
-            return
-
-
-def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return the finding and the remedy for another tool's file that is given as a spec.
-
-    Args:
-        path: The file.
-        root: The mapping in the file.
-
-    Returns:
-        None for a spec, and for a YAML or JSON file that matches no known tool.
-    """
-    is_toml = path.suffix == ".toml"
-    if not is_toml and not _OF_SPECS.isdisjoint(root):
-        return None  # every spec has one of these keys, and need not load the hints
-    counts = [len(root.keys() & {*row["keys"]}) for row in load_hints()["files"]]
-    row = load_hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
-    if not is_toml and not row:
-        return None
-    kind = ": ".join(filter(None, ["a TOML file" * is_toml, row.get("is", "")]))
-    finding = f"this is {kind}. A spec is a YAML file with other keys"
-    if "next" in row:
-        return finding, f"Use `{row['next'].replace('FILE', to_flow_yaml(str(path.resolve())))}`."
-    leaves = foreign_leaves((), dict(root))
-    answers = (for_foreign(*leaf, lambda key, text: f"{'.'.join(key)}={text}") for leaf in leaves)
-    settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
-    # a later key may refine an earlier one: `compile.components` refines `compile.enable`
-    keys = " ".join({match[1].partition("=")[0]: match[1] for match in settings}.values())
-    remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
-    remedy += f" Corresponding keys: {keys}." if keys else ""
-    return finding, f"{remedy} `ptrain help {row.get('topic', 'other-tools')}` lists more."
 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:
@@ -329,7 +239,7 @@ class _TreeChecker(Findings):
 
     def _report_unknown_section(self, route: Route, value: dict[str, object]) -> bool:
         """Report the keys of another tool's section; return False if no tool has any of them."""
-        leaves = foreign_leaves(route, value)
+        leaves = iter_leaves(route, value)
         remedies = {
             inner: self._foreign_remedy(inner, leaf) or of_any_section(inner[-1])
             for inner, leaf in leaves

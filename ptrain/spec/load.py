@@ -24,24 +24,22 @@ from typing import NamedTuple
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
 from ptrain.spec.activations import KEPT_MEANINGS
-from ptrain.spec.check import for_foreign_file, validate
+from ptrain.spec.check import validate
+from ptrain.spec.foreign import Conversion, find_conversion, without_devices
+from ptrain.spec.foreign_files import read_tree
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, Route, describe, iter_keys
 from ptrain.spec.names import find_spec, load_names
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import EXPERTS, REST, expand_shorthands, route_of
-from ptrain.spec.slips import parse_toml
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import (
     COMMAND_LINE,
-    MAX_BYTES,
     Findings,
     SourceMark,
     Tree,
     parse_value,
-    read,
-    require_file,
     to_flow_yaml,
 )
 from ptrain.units import ceil_div
@@ -358,7 +356,7 @@ def load(
         >>> spec.world_size
         4
     """
-    tree, name = _read_tree(source)
+    tree, name, overrides = _read_tree(source, overrides)
     faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
@@ -397,7 +395,7 @@ def read_expanded_tree(source: Source, overrides: Sequence[str]) -> Tree:
 
     Faults of single keys are ignored; those keys keep the values that they had.
     """
-    tree, _ = _read_tree(source)
+    tree, _, overrides = _read_tree(source, overrides)
     for argument in overrides:
         apply_override(tree, parse_override(argument))
     expand_shorthands(tree)
@@ -425,34 +423,28 @@ def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Documen
     return [load(source, chosen) for chosen in expand_sweeps(overrides)]
 
 
-def _read_tree(source: Source) -> tuple[Tree, str]:
-    """Return the tree of a source, and the default for the spec's `name`."""
+def _read_tree(source: Source, overrides: Sequence[str]) -> tuple[Tree, str, Sequence[str]]:
+    """Return the tree of a source, the default for the spec's `name`, and the overrides that are
+    left. A file of another tool is converted, with the number of devices of the overrides."""
     if isinstance(source, Mapping):
-        return _from_mapping(source), "spec"
+        return _from_mapping(source), "spec", overrides
     path = _resolve_path(load_names().default if source is None else source)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
-    return _read_spec(path), stem.strip(".")[:64] or "spec"
+    name, tree = stem.strip(".")[:64] or "spec", read_tree(path)
+    if conversion := find_conversion(path, tree, overrides):
+        return conversion.tree, name, without_devices(overrides)
+    return tree, name, overrides
 
 
-def _read_spec(path: Path) -> Tree:
-    """Read a spec file. Raises SpecError if the file is another tool's config."""
-    values = _read_toml(path)
-    tree = Tree(root=values, source=str(path)) if values else read(path)
-    answer = for_foreign_file(path, tree.root) if isinstance(tree.root, dict) else None
-    if answer:
-        raise SpecError(SourceMark(source=str(path)).make_fault("", *answer))
-    return tree
+def read_conversion(source: str | Path, overrides: Sequence[str]) -> Conversion | None:
+    """Return the conversion of another tool's file, or None if the source is a spec.
 
-
-def _read_toml(path: Path) -> dict[str, object]:
-    """Return the values of a TOML file, or {} for other files and unreadable ones."""
-    try:
-        if path.suffix != ".toml":
-            return {}
-        require_file(path, MAX_BYTES)
-        return parse_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    Raises:
+        SpecError: The source cannot be read.
+    """
+    path = _resolve_path(source)
+    tree = read_tree(path)
+    return find_conversion(path, tree, overrides)
 
 
 def _resolve_path(source: str | Path) -> Path:

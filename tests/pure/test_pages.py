@@ -219,7 +219,7 @@ def test_every_strategy_is_in_the_table_of_flags():
     assert len(set(WRITTEN)) == len(WRITTEN)
 
 
-@pytest.mark.parametrize("tool", [*FLAGS["tools"], "axolotl"])
+@pytest.mark.parametrize("tool", FLAGS["tools"])
 def test_every_tool_has_a_section_with_its_settings_and_a_spec(tool):
     (section,) = (
         section
@@ -227,7 +227,7 @@ def test_every_tool_has_a_section_with_its_settings_and_a_spec(tool):
         if section.title.startswith(tool)
     )
     assert section.text.startswith("```") and "```yaml\n" in section.text
-    assert f"<!-- table: coming from {tool} -->" in section.text or tool == "axolotl"
+    assert f"<!-- table: coming from {tool} -->" in section.text
 
 
 def test_no_tool_is_misspelled():

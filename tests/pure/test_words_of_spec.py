@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, load, shorthand, slips
+from ptrain.spec import check, foreign, load, shorthand, slips
 from ptrain.spec.activations import (
     KEPT_MEANINGS,
     ActivationModeText,
@@ -71,7 +71,7 @@ def test_every_key_of_other_tools_is_answered_with_its_name_in_ptrain():
     found = remedies(**dict.fromkeys(KEYS, 1))
     assert {word: said[: len(asked[word])] for word, said in found.items()} == asked
     assert "Use `activations: M`." in remedies(**{"Gradient-Checkpointing": True}).values()
-    assert "gradient" not in check.foreign_keys()
+    assert "gradient" not in foreign.foreign_keys()
 
 
 def test_every_word_for_a_tier_is_answered_with_the_tier():

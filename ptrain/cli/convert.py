@@ -1,0 +1,459 @@
+"""The command `ptrain convert`: another tool's config as a spec, or the way back.
+
+Other commands convert files on the way: `--model` and `--devices` become overrides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptrain.charts.canvas import write_atomically
+from ptrain.cli.arguments import print_json
+from ptrain.errors import PtrainError, SpecError, input_error
+from ptrain.report.printed import minimal_spec
+from ptrain.report.screen import screen_width
+from ptrain.report.table import Importance, TableColumn, name_column, render_table
+from ptrain.spec.foreign import (
+    ANSWER,
+    DIFFERS,
+    NODE_SIZE,
+    Conversion,
+    KeyEffect,
+    KeyOutcome,
+    Said,
+    find_answer,
+    foreign_keys,
+    load_hints,
+    set_value,
+)
+from ptrain.spec.foreign_files import iter_leaves
+from ptrain.spec.foreign_rows import (
+    DATA_NAMES,
+    PlacementRow,
+    as_tuple,
+    is_case,
+    is_number,
+    placement_rows,
+    value_text,
+)
+from ptrain.spec.leaf import Route
+from ptrain.spec.load import load, read_conversion, split_arguments
+from ptrain.spec.names import load_names
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.text import parse_value, to_flow_yaml
+from ptrain.spec.write import to_yaml
+
+_SHOWN = 28  # letters of a value
+_OPTIONS = {  # the options of a strategy that decide its row, by family
+    "pp": (("pipeline", "schedule"),),
+    "cp": (("context", "attention"),),
+    "tp": (("tensor", "plan"),),
+}
+
+
+def run(args: Namespace) -> int:
+    """Convert one file; return 0.
+
+    Raises:
+        PtrainError: If the file has no equivalent, or is no config of a known tool.
+    """
+    sources, overrides = split_arguments(args.arguments)
+    if len(sources) != 1:
+        raise PtrainError(f"ptrain convert: takes one FILE or SPEC; got {len(sources)}")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise input_error("--out", f"there is no folder {args.out.parent}", "Name another file.")
+    conversion = read_conversion(sources[0], overrides)
+    if args.to is None:
+        if conversion is None:
+            finding = "is a spec, not a config of another tool"
+            raise input_error(sources[0], finding, "Add `--to TOOL`, such as `--to accelerate`.")
+        return _write_spec(conversion, sources[0], overrides, args)
+    mapping = minimal_spec(load(sources[0], overrides).spec).mapping
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    usual = minimal_spec(load(plain).spec).mapping
+    config, outcomes = write_config(mapping, usual, args.to)
+    text = _config_text(config, str(load_hints()["tools"][args.to]["form"]))
+    _print_result(text, config, outcomes, args)
+    return 0
+
+
+def _write_spec(
+    conversion: Conversion, source: str, overrides: Sequence[str], args: Namespace
+) -> int:
+    """Print the spec of a file and the outcome of each of its keys.
+
+    Raises:
+        SpecError: If the file has no equivalent spec. The outcomes are printed before.
+    """
+    try:
+        spec = load(source, overrides).spec
+    except SpecError as error:
+        if args.json:
+            faults = [
+                {"key": f.place, "finding": f.finding, "remedy": f.remedy} for f in error.faults
+            ]
+            print_json({"spec": None, "faults": faults, "keys": _as_records(conversion.outcomes)})
+            return error.exit_code
+        print(_outcome_table(conversion.outcomes), file=sys.stderr)
+        raise
+    mapping = minimal_spec(spec).mapping
+    _print_result(to_yaml(mapping), mapping, conversion.outcomes, args)
+    return 0
+
+
+def _print_result(
+    text: str, mapping: Mapping[str, Any], outcomes: Sequence[KeyOutcome], args: Namespace
+) -> None:
+    if args.json:
+        print_json(
+            {"spec" if args.to is None else "config": mapping, "keys": _as_records(outcomes)}
+        )
+        return
+    print(_outcome_table(outcomes), file=sys.stderr)
+    print(_summary_line(outcomes), file=sys.stderr, flush=True)
+    if args.out is None:
+        print(text, end="")
+    else:
+        write_atomically(args.out, text.encode(), "--out")
+
+
+def _as_records(outcomes: Iterable[KeyOutcome]) -> list[dict[str, object]]:
+    return [{**row._asdict(), "outcome": row.outcome.value} for row in outcomes]
+
+
+def _outcome_table(outcomes: Sequence[KeyOutcome]) -> str:
+    """Return a line for each key: the ones that a user must read first."""
+    order = list(KeyEffect)[::-1]
+    rows = sorted(outcomes, key=lambda row: order.index(row.outcome))
+    values = [to_flow_yaml(row.value) for row in rows]
+    short = [text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…" for text in values]
+    columns = [
+        name_column("key", [row.key for row in rows]),
+        TableColumn("value", Importance.DETAIL, short, left=True),
+        TableColumn("outcome", Importance.RESULT, [row.outcome.value for row in rows], left=True),
+        TableColumn("spec", Importance.FIGURE, [row.setting for row in rows], left=True),
+    ]
+    notes = dict.fromkeys(
+        f"{row.key}: {row.note}"
+        for row in rows
+        if row.note and row.outcome in (KeyEffect.DIFFERS, KeyEffect.UNSUPPORTED, KeyEffect.ASSUMED)
+    )
+    return "\n".join([render_table(columns, screen_width()), *notes])
+
+
+def _summary_line(outcomes: Sequence[KeyOutcome]) -> str:
+    counts = Counter(row.outcome for row in outcomes)
+    parts = [f"{counts[outcome]} {outcome.value}" for outcome in KeyEffect if counts[outcome]]
+    return f"{len(outcomes)} keys: {', '.join(parts)}"
+
+
+def _config_text(config: dict[str, Any], form: str) -> str:
+    """Return the text of a config in the format of its tool."""
+    match form:
+        case "json":
+            return json.dumps(config, indent=2) + "\n"
+        case "arguments":
+            return " \\\n".join(map(_argument_text, config.items())) + "\n"
+        case "toml":
+            return "\n".join(_toml_lines(config)) + "\n"
+    return to_yaml(config)
+
+
+def _argument_text(item: tuple[str, object]) -> str:
+    key, value = item
+    is_of_launcher = key in ("nproc_per_node", "nnodes")
+    name = f"--{key if is_of_launcher else key.replace('_', '-')}"
+    return name if value is True else f"{name} {value}"
+
+
+def _toml_lines(config: Mapping[str, Any]) -> Iterator[str]:
+    for section, inner in config.items():
+        yield f"[{section}]"
+        yield from (f"{key} = {json.dumps(value)}" for key, value in inner.items())
+
+
+def convert_arguments(args: Namespace) -> None:
+    """Turn `--model` and `--devices` of another command into overrides, and print a line for each
+    file that is converted.
+
+    Args:
+        args: The parsed arguments, which are changed.
+    """
+    if args.model is not None:
+        args.arguments.append(f"model={to_flow_yaml(_model_section(args.model))}")
+    sources, overrides = split_arguments(args.arguments)
+    files = [source for source in sources if os.path.isfile(source)]
+    for source in files:
+        devices = [] if args.devices is None else [f"devices={args.devices}"]
+        conversion = read_conversion(Path(source), [*overrides, *devices])
+        if conversion is None:
+            continue
+        args.arguments += devices
+        args.devices = None
+        if args.verb != "convert":
+            title = conversion.tool["title"]
+            said = f"{source} ({title}): {_summary_line(conversion.outcomes)}"
+            print(f"{said}. `ptrain convert {source}` lists them.", file=sys.stderr, flush=True)
+    if args.devices is not None and args.verb not in ("predict", "select"):
+        finding = "needs a config of another tool; the number of ranks of a SPEC is its mesh"
+        raise input_error("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
+
+
+def _model_section(name: str) -> dict[str, object]:
+    """Return the section of a model: a preset, or the folder of a published model. Without weights
+    in the folder it is the shape or the class of its config.json.
+
+    Raises:
+        SpecError: If the config.json is wrong.
+    """
+    folder = Path(name).parent if name.endswith(".json") else Path(name)
+    if not os.path.exists(name):
+        return {"preset": name}
+    if any(folder.glob("*.safetensors")):
+        return {"pretrained": str(folder)}
+    probe = {
+        "mesh": {"dp_shard": 1},
+        "batch": {"global": 1, "sequence": 1},
+        "placement": load_names().default,
+    }
+    try:
+        shape = minimal_spec(load({"model": {"pretrained": str(folder)}, **probe}).spec)
+    except SpecError as error:
+        if "is not a built-in model" not in str(error):
+            raise
+        return {"config": str(folder / "config.json")}
+    section = shape.mapping["model"]
+    assert isinstance(section, dict), "a model is a section"
+    return {key: value for key, value in section.items() if key != "pretrained"}
+
+
+def write_config(
+    spec: Mapping[str, Any], usual: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], list[KeyOutcome]]:
+    """Return the config of a tool for a spec, and the outcome of each key of the spec.
+
+    Args:
+        spec: A resolved spec as a mapping.
+        usual: The same spec with default options, whose values need no equivalent.
+        name: The tool, a row of `specs/hints.yaml`.
+
+    Returns:
+        The config, nested as in the tool's file, and the outcomes.
+    """
+    return _Writer(spec, usual, load_hints()["tools"][name]).write_keys()
+
+
+class _Writer:
+    """Writes the config of a tool for a spec, by the tables that convert its files."""
+
+    def __init__(
+        self, spec: Mapping[str, Any], usual: Mapping[str, Any], tool: Mapping[str, Any]
+    ) -> None:
+        self.tool, self.usual = tool, dict(iter_leaves((), dict(usual)))
+        self.flat = dict(iter_leaves((), dict(spec)))
+        self.tuples = {axis: as_tuple(modes) for axis, modes in spec["placement"].items()}
+        self.config: dict[str, object] = {}
+        self.outcomes: list[KeyOutcome] = []
+        self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
+        reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
+        self.flat[("reshard",)] = self.flat.get(("reshard",), reshard)
+        mesh = spec["mesh"]
+        data = math.prod(n for axis, n in mesh.items() if axis in (*DATA_NAMES, "ep"))
+        self.ranks = math.prod(mesh.values())
+        if isinstance(micro := spec["batch"]["micro"], int):
+            self.flat[("batch", "accumulate")] = spec["batch"]["global"] // (micro * data)
+        if layout := LAYOUTS.get(spec["precision"]["layout"]):
+            self.flat.setdefault(("precision", "reduced"), layout.reduced.value)
+
+    def write_keys(self) -> tuple[dict[str, Any], list[KeyOutcome]]:
+        """Return the config and the outcomes."""
+        for at, key in enumerate(self.tool.get("devices", ())):
+            self.config[key] = 1 if at else self.ranks
+        self._write_placement()
+        self.config = {**self.tool.get("always", {}), **self.config}
+        first, *others = (load_hints()["keys"][name] for name in self.tool["tables"])
+        table = dict(first)
+        for key in self.tool.get("writes", ()):
+            table[key] = next(rows[key] for rows in others if key in rows)
+        placed = ("reshard", "activations", "recompute", "mesh", "placement", "context", "pipeline")
+        written = self.written
+        for key, said in table.items():
+            if re.fullmatch(self.tool.get("unwritten", ""), key):
+                continue
+            for route, value, is_conditional in self._find_values(said):
+                if route not in written or is_conditional:
+                    if self.config.get(key) in (None, self.tool.get("always", {}).get(key)):
+                        self.config[key] = value
+                    self._add_outcome(route, KeyEffect.MAPPED, f"{key}={value_text(value)}")
+                    written.add(route)
+                    break
+        implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
+        for route, value in self.flat.items():
+            is_told = route[0] in (*placed, "cluster", "model") or route in written | implied
+            if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
+                self._add_outcome(
+                    route, KeyEffect.UNSUPPORTED, note=f"{self.tool['title']} has no such key."
+                )
+        if not any(route[0] == "model" for route in written):
+            note = f"The model is not in a config of {self.tool['title']}."
+            self.outcomes.append(KeyOutcome("model", None, KeyEffect.UNSUPPORTED, note=note))
+        return self._nest_keys(), self.outcomes
+
+    def _add_outcome(
+        self, route: Route, outcome: KeyEffect, setting: str = "", note: str = ""
+    ) -> None:
+        row = KeyOutcome(".".join(route), self.flat.get(route), outcome, setting, note)
+        self.outcomes.append(row)
+
+    def _write_placement(self) -> None:
+        """Write the settings of the rows that place each axis as the spec does."""
+        rows = placement_rows(self.tool["flags"][0])
+        kept, casts = self.flat.get(("activations",), "R"), []
+        data: dict[str, tuple[str, ...]] = {}
+        for axis in (axis for axis in DATA_NAMES if axis in self.tuples):
+            modes = self.tuples.pop(axis)
+            kept = modes[3] if kept == "R" else kept
+            casts = [row for row in rows if row.family == "cast" and modes[0] == "M"]
+            data[axis] = ("S*" if casts else modes[0], *modes[1:3], "R")
+        table = load_hints()["keys"][self.tool["tables"][0]]
+        if "ep" in self.tuples and any(str(said).startswith("mesh.ep=") for said in table.values()):
+            del self.tuples["ep"]  # the key of its degree is enough
+        for axis, modes in self.tuples.items():
+            fitting = [r for r in rows if r.family == axis and r.tuples[axis][3] == modes[3]]
+            self._write_rows([row for row in fitting if self._has_options(row)], {axis: modes})
+        if data:
+            is_by_node = len(data) == 1 or self.flat[("mesh", "dp_shard")] == NODE_SIZE
+            fitting = [
+                row
+                for row in rows
+                if row.family in ("data", "offload")
+                and row.tuples == data
+                and (is_by_node or "N" in row.cases[0].values())
+            ]
+            # Stable: the first is exact, if any; parameters that stay gathered are the farthest.
+            is_kept = ("reshard",)
+            fitting.sort(
+                key=lambda row: (not self._has_options(row), row.settings.get(is_kept) is False)
+            )
+            before, best = dict(self.config), next(iter(fitting), None)
+            for row in fitting:
+                self.config = dict(before)
+                if self._write_case([row]) and (not casts or self._write_case(casts)):
+                    best = row
+                    break
+            self.config = before
+            self._write_rows([best] if best else [], data)
+            self._write_case(casts)
+            if best and not self._has_options(best):
+                resharded = best.settings.get(("reshard",), True)
+                written = to_flow_yaml(resharded)
+                note = f"{self.tool['title']} has no setting for it: written as {written}."
+                self._add_outcome(("reshard",), KeyEffect.UNSUPPORTED, note=note)
+        if kept != "R":
+            policy = self.flat.get(("recompute",), "full")
+            fitting = [
+                row
+                for row in rows
+                if row.family == "activations"
+                and next(iter(row.tuples.values()))[3] == kept
+                and row.settings.get(("recompute",), "full") == policy
+            ]
+            if case := self._write_case(fitting):
+                self._add_outcome(("activations",), KeyEffect.MAPPED, case)
+            else:
+                self._add_outcome(
+                    ("activations",), KeyEffect.UNSUPPORTED, note="There is no such setting."
+                )
+
+    def _write_rows(
+        self, rows: Sequence[PlacementRow], wanted: Mapping[str, Sequence[str]]
+    ) -> None:
+        shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in wanted.items())
+        if case := self._write_case(rows):
+            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.MAPPED, case))
+        else:
+            note = f"{self.tool['title']} has no setting for it."
+            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.UNSUPPORTED, note=note))
+
+    def _has_options(self, row: PlacementRow) -> bool:
+        """Return True if the options of a row, such as its schedule, are the spec's."""
+        if row.family in ("data", "offload"):
+            wanted = row.settings.get(("reshard",), True)
+            return row.family == "offload" or wanted == self.flat[("reshard",)]
+        given, usual = {**self.usual, **self.flat}, self.usual
+        options = iter_leaves((), {".".join(route): value for route, value in row.settings.items()})
+        wanted = {tuple(".".join(route).split(".")): value for route, value in options}
+        routes = _OPTIONS.get(row.family, ())
+        return all(given.get(r) == wanted.get(r, usual.get(r)) for r in routes)
+
+    def _write_case(self, rows: Sequence[PlacementRow]) -> str:
+        """Write the first settings that contradict none before; return them, or ""."""
+        for case in (case for row in rows for case in row.cases):
+            if any(not self._can_write(key, text) for key, text in case.items()):
+                continue
+            fixed = {key: parse_value(text, "").root for key, text in case.items() if text != "N"}
+            if all(self.config.get(key, value) == value for key, value in fixed.items()):
+                self.config |= fixed
+                for name, axis in (self._degree_key(key) for key in case if case[key] == "N"):
+                    self.config[name] = self.flat.get(("mesh", axis), 1)
+                    self.written.add(("mesh", axis))
+                return ", ".join(f"{key}={text}" for key, text in case.items()) or "(no key)"
+        return ""
+
+    def _can_write(self, key: str, text: str) -> bool:
+        """Return True if a setting can be written: N only if it is the degree of an axis."""
+        return text != "N" or bool(self._degree_key(key)[1])
+
+    def _degree_key(self, key: str) -> tuple[str, str]:
+        """Return the full name of a key, and the axis whose degree it is, or ""."""
+        table = foreign_keys(*self.tool["tables"])
+        full = next((name for name in table if name == key or name.endswith(f".{key}")), "")
+        answer = find_answer((full,), 2, table)
+        is_left_out = re.fullmatch(self.tool.get("unwritten", ""), full)
+        match = None if is_left_out else re.match(r"mesh\.(\w+)=N", answer)
+        return full, match[1] if match else ""
+
+    def _find_values(self, said: Said) -> Iterator[tuple[Route, object, bool]]:
+        """Yield the key of the spec that a key of the tool stands for, the tool's value, and
+        whether it depends on other keys, for each answer that the spec agrees with."""
+        cases = {"": said} if isinstance(said, str) else said
+        for case, text in cases.items():
+            word, *conditions = case.split(" & ")
+            match = ANSWER.fullmatch(text)  # answers of `shared` say what differs
+            route = tuple(match[1].split(".")) if match else ()
+            if not match or "=" in word or (match[3] or "").startswith(DIFFERS):
+                continue
+            if self.flat.get(route) is None or route[0] == "placement":
+                continue
+            if not all(is_case(part, None, self.config) for part in conditions):
+                continue
+            right, given = match[2], self.flat[route]
+            if re.search(r"\bN\b", right):
+                items = re.findall(r"[\w.]+", right)
+                value = given[items.index("N")] if isinstance(given, list) else given
+                if is_number(value) and (len(items) > 1) == isinstance(given, list):
+                    yield route, value, isinstance(given, list)
+            elif parse_value(right, "").root == given and (word != "else" or "false" in cases):
+                yield (
+                    route,
+                    True if word in ("", "else") else parse_value(word, "").root,
+                    bool(conditions),
+                )
+
+    def _nest_keys(self) -> dict[str, Any]:
+        """Return the config with each key in its section."""
+        nested: dict[str, Any] = {}
+        for key, value in self.config.items():
+            sections = self.tool.get("sections", {}).items()
+            inside = [name for name, keys in sections if re.fullmatch(keys, key) and "." not in key]
+            set_value(nested, (*inside[:1], *key.split(".")), value)
+        return nested

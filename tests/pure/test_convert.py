@@ -1,0 +1,375 @@
+"""Conversion of other tools' configs to specs and back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptrain.cli.convert import _config_text, _model_section, write_config
+from ptrain.cli.main import main
+from ptrain.errors import SpecError
+from ptrain.report.printed import minimal_spec
+from ptrain.spec.foreign import KeyEffect, find_answer, foreign_keys, load_hints
+from ptrain.spec.foreign_rows import placement_rows
+from ptrain.spec.load import load, read_conversion
+from ptrain.spec.names import list_files, load_names
+from ptrain.spec.precision import Matmul
+from tests.published import PUBLISHED
+
+TINY = "model={preset: llama-tiny}"
+DEEPSPEED = """\
+{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 32, "gradient_clipping": 1.0,
+ "bf16": {"enabled": true}, "zero_optimization": {"stage": 2, "overlap_comm": true,
+ "offload_optimizer": {"device": "cpu", "pin_memory": true}}, "wall_clock_breakdown": false,
+ "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "novel": {"key": 1}}
+"""
+ACCELERATE = """\
+distributed_type: FSDP
+num_processes: 8
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+"""
+AXOLOTL = """\
+base_model: meta-llama/Llama-3.1-8B
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+sequence_len: 8192
+bf16: auto
+wandb_project:
+dp_shard_size: 4
+tensor_parallel_size: 2
+fsdp_version: 2
+fsdp_config: {reshard_after_forward: true, offload_params: false}
+"""
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+MEGATRON = """\
+#!/bin/bash
+GPUS_PER_NODE=8
+NODES=${NODES:-2}
+TP=4   # within a node
+ARGS=(
+    --tensor-model-parallel-size $TP
+    --pipeline-model-parallel-size 2 --sequence-parallel
+    --use-distributed-optimizer
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 # small
+    --swiglu --ffn-hidden-size 128 --untie-embeddings-and-output-weights
+    --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
+    --micro-batch-size 1 --global-batch-size 16 --seq-length 128 --bf16
+    "--lr 0.001"
+    --save $CHECKPOINTS
+)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py ${ARGS[@]}
+"""
+TRAINER = """\
+{"model_name_or_path": "mistralai/Mistral-7B-v0.1", "per_device_train_batch_size": 4,
+ "gradient_accumulation_steps": 2, "bf16": true, "gradient_checkpointing": true,
+ "fsdp": "full_shard auto_wrap", "output_dir": "out", "max_steps": 100, "max_length": 2048}
+"""
+LIGHTNING = """\
+trainer:
+  strategy:
+    class_path: lightning.pytorch.strategies.FSDPStrategy
+    init_args: {sharding_strategy: FULL_SHARD, cpu_offload: false}
+  devices: 4
+  num_nodes: 2
+  precision: bf16-mixed
+  max_steps: 10
+seed_everything: 1
+model: {class_path: mine.Model}
+"""
+FILES = {
+    "ds.json": (DEEPSPEED, {"dp_shard": "R,O,O,R"}, {"dp_shard": 16}, "zero16"),
+    "accelerate.yaml": (
+        *(ACCELERATE, {"dp_replicate": "R,R,R,R", "dp_shard": "M,S,S,R"}),
+        *({"dp_replicate": 2, "dp_shard": 4}, "fsdp-mixed"),
+    ),
+    "axolotl.yml": (
+        *(AXOLOTL, {"dp_shard": "M,S,S,R", "tp": "S,S,S,R"}),
+        *({"dp_shard": 4, "tp": 2}, "fsdp-mixed"),
+    ),
+    "job.toml": (
+        *(TITAN, {"pp": "S,S,S,R", "dp_shard": "M,S,S,R"}),
+        *({"pp": 2, "dp_shard": 8}, "megatron18"),
+    ),
+    "run.sh": (
+        *(MEGATRON, {"pp": "S,S,S,R", "dp_shard": "R,S,R,R", "tp": "S,S,S,S*"}),
+        *({"pp": 2, "dp_shard": 2, "tp": 4}, "megatron18"),
+    ),
+    "args.json": (TRAINER, {"dp_shard": "M,S,S,R"}, {"dp_shard": 16}, "fsdp-mixed"),
+    "cli.yaml": (LIGHTNING, {"dp_shard": "M,S,S,R"}, {"dp_shard": 8}, "fsdp-mixed"),
+}
+OVERRIDES = {"ds.json": [TINY], "accelerate.yaml": [TINY], "cli.yaml": [TINY]}
+DEVICES = {"job.toml": ["devices=16"], "args.json": ["devices=16"]}
+
+
+def overrides(name: str) -> list[str]:
+    return [*OVERRIDES.get(name, []), *DEVICES.get(name, [])]
+
+
+def write(folder: Path, name: str, content: str) -> Path:
+    file = folder / name
+    file.write_text(content, encoding="utf-8")
+    return file
+
+
+def outcomes(file: Path, *words: str) -> dict[str, KeyEffect]:
+    conversion = read_conversion(file, words)
+    assert conversion is not None
+    return {row.key: row.outcome for row in conversion.outcomes}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_becomes_the_spec_of_its_placement(name, tmp_path):
+    content, placement, mesh, layout = FILES[name]
+    spec = load(write(tmp_path, name, content), overrides(name)).spec
+    assert {factor.axis.value: str(factor.placement) for factor in spec.factors} == placement
+    assert {factor.axis.value: factor.degree for factor in spec.factors} == mesh
+    assert spec.precision.layout.name == layout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_a_file_has_one_outcome(name, tmp_path):
+    file = write(tmp_path, name, FILES[name][0])
+    conversion = read_conversion(file, overrides(name))
+    assert conversion is not None
+    written = [row for row in conversion.outcomes if row.outcome is not KeyEffect.ASSUMED]
+    keys = {part for row in written for part in row.key.replace("-", "_").split(".")}
+    assert len({row.key for row in written}) == len(written)
+    for word in ("seq_len", "fsdp_version", "stage", "sequence_parallel", "novel"):
+        assert (word in FILES[name][0].replace("-", "_")) <= (word in str(keys))
+
+
+def test_outcomes_tell_mapped_keys_from_those_that_do_something_else(tmp_path):
+    ds = outcomes(write(tmp_path, "ds.json", DEEPSPEED), TINY)
+    assert ds["zero_optimization.stage"] is KeyEffect.MAPPED
+    assert ds["zero_optimization.offload_optimizer.pin_memory"] is KeyEffect.DEFAULT
+    assert ds["wall_clock_breakdown"] is KeyEffect.NO_EFFECT
+    assert ds["novel.key"] is KeyEffect.UNKNOWN
+    assert ds["optimizer.params.lr"] is KeyEffect.DEFAULT
+    assert ds["zero_optimization.use_multi_rank_bucket_allreduce"] is KeyEffect.ASSUMED
+    fsdp = outcomes(write(tmp_path, "a.yaml", ACCELERATE), TINY)
+    assert fsdp["fsdp_config.fsdp_sharding_strategy"] is KeyEffect.DIFFERS
+    assert fsdp["fsdp_config.fsdp_reshard_after_forward"] is KeyEffect.MAPPED
+    assert fsdp["batch.sequence"] is KeyEffect.ASSUMED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outcome", "matmul"),
+    [
+        ("bf16", KeyEffect.MAPPED, Matmul.AUTOCAST),
+        ("fp16", KeyEffect.DIFFERS, Matmul.NONE),
+    ],
+)
+def test_mixed_precision_of_ddp_keeps_fp32_parameters(tmp_path, dtype, outcome, matmul):
+    text = f"{{distributed_type: MULTI_GPU, num_processes: 2, mixed_precision: {dtype}}}"
+    file = write(tmp_path, "a.yaml", text)
+    assert outcomes(file, TINY)["mixed_precision"] is outcome
+    precision = load(file, [TINY]).spec.precision
+    assert (precision.layout.name, precision.matmul) == ("fp32", matmul)
+
+
+@pytest.mark.parametrize(
+    ("components", "compiled"),
+    [("", "all"), ('["model"]', "block"), ('["loss"]', "loss"), ('["model", "loss"]', "all")],
+)
+def test_the_components_that_torchtitan_compiles_become_those_of_the_spec(
+    tmp_path, components, compiled
+):
+    text = '[job]\ndump_folder = "o"\n[training]\nseq_len = 64\n[compile]\n'
+    more = f"components = {components}\n" if components else ""
+    file = write(tmp_path, "job.toml", f"{text}{more}enable = true\n")
+    assert load(file, [TINY, "devices=2"]).spec.compile == compiled
+    file = write(tmp_path, "job.toml", f"{text}{more}enable = false\n")
+    assert load(file, [TINY, "devices=2"]).spec.compile == "none"
+
+
+def test_adapters_of_axolotl_are_those_of_a_built_in_model(tmp_path):
+    text = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 64\nlora_r: 4\nlora_alpha: 8\n"
+    file = write(tmp_path, "q.yml", f"{text}adapter: qlora\nload_in_4bit: true\n")
+    spec = load(file, ["model.preset=llama-tiny", "devices=2"]).spec
+    assert (spec.model.lora_rank, spec.model.lora_alpha, spec.frozen.dtype) == (4, 8, "nf4")
+    file = write(tmp_path, "q.yml", text)
+    assert load(file, ["model.preset=llama-tiny", "devices=2"]).spec.model.lora_rank is None
+
+
+def test_all_reasons_for_a_rejection_are_given_at_once(tmp_path):
+    text = "base_model: mine/Unknown-3B\nadapter: qlora\nrelora: true\n"
+    text += "optimizer: adamw_bnb_8bit\n"
+    file = write(tmp_path, "q.yml", text + "micro_batch_size: two\nsequence_len: 512\n")
+    with pytest.raises(SpecError) as caught:
+        load(file)
+    places = {fault.place for fault in caught.value.faults}
+    assert {"relora", "optimizer", "micro_batch_size", "model", "mesh"} <= places
+    assert all(fault.remedy for fault in caught.value.faults)
+    lines = {fault.place: fault.line for fault in caught.value.faults}
+    assert (lines["relora"], lines["optimizer"]) == (3, 4)
+
+
+def test_a_deepspeed_config_that_a_config_names_is_read(tmp_path):
+    write(tmp_path, "ds.json", DEEPSPEED.replace(', "novel": {"key": 1}', ""))
+    text = "distributed_type: DEEPSPEED\nnum_processes: 16\n"
+    text += "deepspeed_config:\n  deepspeed_config_file: "
+    spec = load(write(tmp_path, "a.yaml", f"{text}ds.json\n"), [TINY]).spec
+    assert str(spec.factors[0].placement) == "R,O,O,R" and spec.world_size == 16
+    with pytest.raises(SpecError, match=r"none\.json"):
+        load(write(tmp_path, "b.yaml", f"{text}none.json\n"), [TINY])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{"zero_optimization": {"stage": 3}, "train_batch_size": '),
+        ("a.toml", "[training\nseq_len = 1\n"),
+        ("a.yaml", "distributed_type: FSDP\n\tnum_processes: 8\n"),
+        ("a.py", "config = {'a': 1"),
+        ("a.sh", "--micro-batch-size 1 " * 60_000),
+        ("a.json", '{"zero_optimization": ' * 5000 + "1" + "}" * 5000),
+        ("a.toml", "a = " + "[" * 5000),
+        ("a.py", "{" * 5000),
+        ("a.sh", "\0"),
+    ],
+)
+def test_a_broken_or_giant_file_is_one_message(name, content, tmp_path, capsys):
+    file = write(tmp_path, name, content)
+    assert main(["convert", str(file), "--model", "llama-tiny"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "Traceback" not in said
+
+
+@pytest.mark.parametrize("value", ["[1]", "{a: 1}", "two", "true"])
+def test_a_value_of_a_wrong_type_is_a_message(value, tmp_path):
+    text = ACCELERATE.replace("dp_shard_size: 4", f"dp_shard_size: {value}")
+    with pytest.raises(SpecError) as caught:
+        load(write(tmp_path, "a.yaml", text), [TINY])
+    assert any("dp_shard_size" in fault.place for fault in caught.value.faults)
+
+
+def test_a_dictionary_in_python_is_read(tmp_path):
+    file = write(tmp_path, "args.py", f"args = {json.loads(TRAINER)!r}\n")
+    assert load(file, ["devices=16"]).spec.factors[0].degree == 16
+
+
+def round_trips() -> list[tuple[str, str]]:
+    tools = [name for name, row in load_hints()["tools"].items() if "form" in row]
+    return [(name, tool) for name in list_files("strategies") for tool in tools]
+
+
+def written_config(name: str, tool: str, folder: Path) -> tuple[Path, set[str]]:
+    """Return the file of a tool for a strategy, and the keys that have no equivalent."""
+    mapping = minimal_spec(load(name).spec).mapping
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    config, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
+    form = load_hints()["tools"][tool]["form"]
+    suffix = {"arguments": "sh"}.get(form, form)
+    lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
+    return write(folder, f"{name}-{tool}.{suffix}", _config_text(config, form)), lost
+
+
+def plain_placement(spec: Any) -> list[tuple[str, int, str, str]]:
+    return [
+        (
+            f.axis.value,
+            f.degree,
+            *map(str, (f.placement.parameters, f.placement.optimizer, f.placement.gradients)),
+        )
+        for f in spec.factors
+    ]
+
+
+def test_a_spec_survives_the_way_to_a_tool_and_back(tmp_path):
+    kept = Counter[str]()
+    for name, tool in round_trips():
+        file, lost = written_config(name, tool, tmp_path)
+        if lost & {"placement", "activations", "precision.layout", "reshard"}:
+            continue
+        there = load(name).spec
+        back = load(file, [TINY, f"devices={there.world_size}"]).spec
+        assert plain_placement(back) == plain_placement(there), (name, tool)
+        assert back.activations == there.activations, (name, tool)
+        assert back.precision.layout == there.precision.layout, (name, tool)
+        assert back.pipeline.schedule == there.pipeline.schedule, (name, tool)
+        assert {"batch.micro"} & lost or back.batch.micro == there.batch.micro, (name, tool)
+        kept[tool] += 1
+    assert set(kept) == {tool for _, tool in round_trips()} and min(kept.values()) >= 2, kept
+
+
+def test_what_has_no_equivalent_is_named(tmp_path):
+    _, lost = written_config("pp-zbv", "deepspeed", tmp_path)
+    assert {"placement", "batch.sequence", "model"} <= lost
+
+
+def test_the_command_prints_a_spec_that_loads_and_a_line_for_each_key(tmp_path, capsys):
+    file, out = write(tmp_path, "a.yaml", ACCELERATE), tmp_path / "spec.yaml"
+    assert main(["convert", str(file), "--model", "llama-tiny", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert "fsdp_config.fsdp_sharding_strategy" in said and "differs" in said
+    assert load(out).spec.world_size == 8
+    assert main(["convert", str(out), "--to", "accelerate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["num_processes"] == 8
+
+
+def test_other_commands_convert_on_the_way(tmp_path, capsys):
+    file = write(tmp_path, "job.toml", TITAN)
+    command = ["predict", str(file), "--model", "llama-tiny", "--devices", "4", "--json"]
+    assert main([*command, "batch.sequence=128"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["fit"] is not None
+    assert "torchtitan" in shown.err and "ptrain convert" in shown.err
+    assert main(["plan", str(file), "--devices", "0"]) == 2
+    assert main(["predict", str(file), "devices=none"]) == 2
+    assert main(["plan", load_names().default, "--devices", "4"]) == 2
+    assert "mesh.dp_shard=4" in capsys.readouterr().err
+
+
+def test_every_row_of_flags_that_can_be_in_a_file_has_known_keys():
+    """A setting in backticks that no table answers would never be written or accounted for."""
+    for name, tool in load_hints()["tools"].items():
+        for column in tool.get("flags", ()):
+            keys = foreign_keys(*tool["tables"])
+            for row in placement_rows(column):
+                for case in row.cases:
+                    for key in case:
+                        said = find_answer((key,), 2, keys) or any(
+                            k.endswith(f".{key}") for k in keys
+                        )
+                        assert said, (name, key)
+
+
+def test_a_folder_with_a_config_alone_is_a_model(tmp_path):
+    fields = PUBLISHED["llama"]
+    write(tmp_path, "config.json", json.dumps(fields))
+    shape = _model_section(str(tmp_path))
+    assert (shape["family"], shape["hidden"]) == ("llama", fields["hidden_size"])
+    assert _model_section(str(tmp_path / "config.json")) == shape
+    write(tmp_path, "config.json", json.dumps(fields | {"model_type": "olmo2"}))
+    assert _model_section(str(tmp_path)) == {"config": str(tmp_path / "config.json")}
+    write(tmp_path, "config.json", json.dumps({"model_type": "llama", "hidden_act": "tanh"}))
+    with pytest.raises(SpecError) as caught:
+        _model_section(str(tmp_path))
+    assert len(caught.value.faults) > 1  # all reasons at once
+    assert _model_section("llama-tiny") == {"preset": "llama-tiny"}
