@@ -113,7 +113,7 @@ def find_answer(
     elif said is None and "_" in word:  # in a spec, a key is often written without its section
         said = next((keys[name] for name in keys if name.endswith(f".{word}")), None)
     if isinstance(said, Mapping):
-        cases = (text for case, text in said.items() if is_case(case, value, config or {}))
+        cases = (text for case, text in said.items() if is_case(case, value, config))
         said = next(cases, said["else"])
     answer = said or ""
     return str(load_hints()["shared"][answer[1:]]) if answer.startswith("@") else answer

@@ -39,13 +39,16 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_case(case: str, value: object, config: Config) -> bool:
-    """Return True if a case applies: `full`, or `bf16 & KEY=fsdp`, which also depends on KEY."""
+def is_case(case: str, value: object, config: Config | None) -> bool:
+    """Return True if a case applies: `full`, or `bf16 & KEY=fsdp`, which also depends on KEY of
+    the file, and never applies without one."""
     if case == "else":
         return True
     for part in case.split(" & "):
         key, equals, pattern = part.partition("=")
-        written = look_up(config, key) if equals else value
+        if equals and config is None:
+            return False
+        written = look_up(config or {}, key) if equals else value
         if not is_match(pattern if equals else part, written):
             return False
     return True
