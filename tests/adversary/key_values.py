@@ -91,6 +91,7 @@ LEFT_OUT: Mapping[str, str] = {
     "data.loss_mask": "it stands beside data.path",
     "data.sources": "as data.path: tests/unit/test_mixture.py",
     **dict.fromkeys(("frozen.dp_replicate", "frozen.dp_shard"), _FROZEN),
+    "optimizer.groups": "match names of parameters: tests/gloo/test_parameter_groups.py",
     "routing": "of ep without a capacity alone: tests/gloo/test_stated_routing.py",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.

@@ -127,9 +127,9 @@ def remedy(argument: str) -> str:
 @pytest.mark.parametrize(
     ("argument", "meant"),
     [
-        ("seq_len=128", "Did you mean 'batch.sequence'?"),
+        ("seq_len=128", "Use `batch.sequence=128`."),
         ("batch.seq_len=128", "Did you mean 'sequence'?"),
-        ("lr=0.1", "Did you mean 'optimizer.lr'?"),
+        ("lr=0.1", "Use `optimizer.lr=0.1`."),
         ("optimizer.max_grad_norm=1", "Did you mean 'clip'?"),
         ("optimizer.clip=none", "Use `null`."),
         ("model.n_layers=3", "Did you mean 'layers'?"),
