@@ -22,7 +22,7 @@ _KEY = "precision.matmul"
 _OFF = f"Use `{_KEY}=none`."
 
 
-def _alignment(spec: Spec) -> Iterator[Fault]:
+def _alignment_faults(spec: Spec) -> Iterator[Fault]:
     if not spec.precision.matmul.is_fp8 or not isinstance(spec.model, ModelShape):
         return
     # The products of the backward pass contract over the tokens, which torch._scaled_mm needs
@@ -45,7 +45,7 @@ def _alignment(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _capability(spec: Spec) -> Iterator[Fault]:
+def _capability_faults(spec: Spec) -> Iterator[Fault]:
     if not spec.precision.matmul.is_fp8 or not spec.is_for_cuda:
         return
     if spec.cluster is not None and spec.sm is None:
@@ -74,7 +74,7 @@ def _capability(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _not_executed(spec: Spec) -> Iterator[Fault]:
+def _unsupported_fp8_faults(spec: Spec) -> Iterator[Fault]:
     own = spec.precision.matmul
     if not own.is_fp8:
         return
@@ -91,8 +91,9 @@ def _not_executed(spec: Spec) -> Iterator[Fault]:
             yield Fault(place=_KEY, finding=f"not supported yet: {own} with {what}", remedy=_OFF)
 
 
-def _not_in_autocast(spec: Spec) -> Iterator[Fault]:
+def _unsupported_autocast_faults(spec: Spec) -> Iterator[Fault]:
     own, shape = spec.precision.matmul, spec.model
+    # The context is entered around blocks and head, so that collectives between them send fp32.
     if own is not Matmul.AUTOCAST:
         return
     conditions = {
@@ -111,7 +112,7 @@ def _not_in_autocast(spec: Spec) -> Iterator[Fault]:
             yield Fault(place=_KEY, finding=f"not supported yet: {own} with {what}", remedy=_OFF)
 
 
-def _wide_parameters(spec: Spec) -> Iterator[Fault]:
+def _autocast_layout_faults(spec: Spec) -> Iterator[Fault]:
     layout = spec.precision.layout
     if spec.precision.matmul is Matmul.AUTOCAST and layout.parameters is not DType.FP32:
         yield Fault(
@@ -125,11 +126,11 @@ def _wide_parameters(spec: Spec) -> Iterator[Fault]:
 
 
 RULES = (
-    SpecRule(name="fp8 products are aligned", theorem="Definition 1", faults=_alignment),
-    SpecRule(name="GPUs multiply fp8", theorem="Definition 5", faults=_capability),
-    SpecRule(name="autocast casts fp32", theorem="Definition 1", faults=_wide_parameters),
+    SpecRule(name="fp8 products are aligned", theorem="Definition 1", faults=_alignment_faults),
+    SpecRule(name="GPUs multiply fp8", theorem="Definition 5", faults=_capability_faults),
+    SpecRule(name="autocast casts fp32", theorem="Definition 1", faults=_autocast_layout_faults),
 )
 NOT_YET = (
-    SpecRule(name="an fp8 scale is of a full matrix", theorem="", faults=_not_executed),
-    SpecRule(name="autocast is around full operators", theorem="", faults=_not_in_autocast),
+    SpecRule(name="an fp8 scale is of a full matrix", theorem="", faults=_unsupported_fp8_faults),
+    SpecRule(name="autocast is around full operators", theorem="", faults=_unsupported_autocast_faults),
 )

@@ -48,7 +48,7 @@ _RANKS = "devices="  # an override that only a converted file has
 
 
 class KeyEffect(MeantWord):
-    """How a key of another tool is accounted for in a converted spec."""
+    """The effect that a key of another tool has on a converted spec."""
 
     MAPPED = "mapped", "a key of the spec has the same effect"
     DEFAULT = "default", "it is set to its default, or not set"

@@ -201,7 +201,7 @@ def test_all_unsupported_values_are_rejected_at_their_place_with_an_alternative(
     assert {place: fault.remedy for place, fault in found.items()} == {
         "tensor.asynchronous": "Supported: asynchronous=false.",
         "expert": "Remove `expert`.",
-        "attention": "Supported: attention=sdpa or eager or flex or math.",
+        "attention": "Supported: attention=sdpa or sdpa-gqa or eager or flex or math.",
     }
     plain = {place: fault.finding.partition(" is reserved")
              for place, fault in found.items()}  # fmt: skip
