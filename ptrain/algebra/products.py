@@ -132,5 +132,7 @@ RULES = (
 )
 NOT_YET = (
     SpecRule(name="an fp8 scale is of a full matrix", theorem="", faults=_unsupported_fp8_faults),
-    SpecRule(name="autocast is around full operators", theorem="", faults=_unsupported_autocast_faults),
+    SpecRule(
+        name="autocast is around full operators", theorem="", faults=_unsupported_autocast_faults
+    ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Literal
 
@@ -85,12 +85,25 @@ class PageSubject:
         """The last step with a row of metrics; 0 without one."""
         return max((row["step"] for row in self.rows if "loss" in row), default=0)
 
+    @property
+    def progress(self) -> str:
+        """The last step, and the number of steps if the spec of the run could be read."""
+        return f"{self.last_step} of {self.steps}" if self.steps else str(self.last_step)
+
 
 def answer_of(subject: PageSubject) -> PageAnswer:
     """Return the answer about a subject: what failed, the verdict, or whether it fits."""
     if not subject.is_run:
         return _prediction_answer(subject)
-    progress = f"step {subject.last_step} of {subject.steps}"
+    answer = _run_answer(subject)
+    if subject.reason:
+        answer = replace(answer, lines=[*answer.lines, f"Not predicted: {subject.reason}"])
+    return answer
+
+
+def _run_answer(subject: PageSubject) -> PageAnswer:
+    """Return the answer about a run: what failed, the verdict, or how far it is."""
+    progress = f"step {subject.progress}"
     if subject.record is not None:
         return _record_answer(subject, subject.record)
     if not subject.failures:
@@ -152,7 +165,7 @@ def _prediction_answer(subject: PageSubject) -> PageAnswer:
 
 def _record_answer(subject: PageSubject, record: DecodedRecord) -> PageAnswer:
     """Return the answer about a finished run: its verdict, and the checks that fail."""
-    finished = f"Finished {subject.last_step} of {subject.steps} steps"
+    finished = f"Finished {subject.progress} steps"
     if not record.checks:
         return PageAnswer(tone="open", headline=f"{finished}, no verdict")
     failing = [f"{check.name}: {check.why}" for check in record.checks if not check.holds]

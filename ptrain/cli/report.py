@@ -36,6 +36,9 @@ def run(args: Namespace) -> int:
         raise input_error(
             overrides[0], "overrides apply to specs, and no SPEC is given", "Remove it."
         )
+    if args.out.suffix not in ("", ".html", ".htm"):
+        finding = f"a report is an HTML page; got {args.out.name}"
+        raise input_error(_OPTION, finding, f"Use `{_OPTION} {args.out.stem}.html`.")
     subjects = [
         _read_run(source, args) if _is_run(source) else _read_spec(source, overrides, args)
         for source in sources
@@ -59,6 +62,9 @@ def _is_run(source: str) -> bool:
 
 def _read_spec(source: str, overrides: list[str], args: Namespace) -> PageSubject:
     """Return a spec with its prediction, and its simulation if requested."""
+    if Path(source).is_dir():
+        finding = f"this folder is no run: it has no {RunFolder(Path(source)).resolved.name}"
+        raise input_error(source, finding, "Use a run folder, a YAML file, or `ptrain specs`.")
     prediction = predict_spec(source, tuple(overrides), offer=True, allow_import=args.allow_import)
     subject = PageSubject(name=prediction.label, prediction=prediction)
     return _add_simulation(subject, args) if args.simulate else subject
@@ -89,7 +95,7 @@ def _read_run(source: str, args: Namespace) -> PageSubject:
         record=decode_record(record) if record else None,
         torch=record["versions"]["torch"] if record else "",
         rows=logged_rows(folder.metrics),
-        failures=logged_rows(folder.failures),
+        failures=[row for row in logged_rows(folder.failures) if str(row.get("error", "")).strip()],
         steps=prediction.spec.train.steps if prediction else 0,
         checkpoints=saved,
         resume=command_line("train", [display_path(folder.resolved), "--resume", name])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ptrain.charts.page import PageSubject, answer_of
 from ptrain.cli.main import main
 
 OLD_RUN = Path(__file__).parents[1] / "fixtures" / "5a419e96" / "zero3"
@@ -182,3 +183,19 @@ def test_a_browser_shows_one_width_of_each_picture_and_nothing_beyond_the_edge(t
     assert page_width <= width
     assert drawn == text.count("<svg") / 2
     assert right <= width
+
+
+def test_a_run_whose_spec_cannot_be_predicted_says_why_and_counts_its_steps_only() -> None:
+    rows = [{"step": 3, "loss": 1.0}]
+    run = PageSubject(name="r", is_run=True, reason="error: step.target: not imported", rows=rows)
+    answer = answer_of(run)
+    assert answer.headline == "Not finished: step 3 is done"
+    assert answer.lines[-1] == "Not predicted: error: step.target: not imported"
+
+
+def test_a_folder_that_is_no_run_and_a_file_that_is_no_page_get_a_message(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "this folder is no run" in capsys.readouterr().err
+    assert main(["report", "zero3", "--out", str(tmp_path / "a.pdf")]) == 2
+    assert "Use `--out a.html`" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
