@@ -105,8 +105,8 @@ def record() -> str:
     ]
     parts = [
         "# Result record",
-        "`--json` prints the record of a result as JSON, and a run saves it as `summary.json`. Keys "
-        "and fields are only added, never renamed. Bytes are integers.",
+        "`--json` prints the record of a result as JSON, and a run saves it as `summary.json`. "
+        "Keys and fields are only added, never renamed. Bytes are integers.",
         f"The keys of `ptrain predict {_RECORDED} --json`:",
         table(["key", "type", "example"], keys).strip(),
     ]
