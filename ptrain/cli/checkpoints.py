@@ -16,7 +16,7 @@ from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.train import manifest
 from ptrain.train.folder import display_path, require_run
-from ptrain.units import format_bytes, with_noun
+from ptrain.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class SavedStep:
         path: The folder.
         files: The number of its files.
         bytes: The size of its files on disk.
-        saved: The time of the last change of its manifest, in UTC and as ISO 8601; None without
+        time: The time of the last change of its manifest, in UTC and as ISO 8601; None without
             one.
         state: "complete" (sizes compared), "sound" (digests compared) or "damaged".
         fault: The first fault of a damaged one, else "".
@@ -38,7 +38,7 @@ class SavedStep:
     path: str
     files: int
     bytes: int
-    saved: str | None
+    time: str | None
     state: str
     fault: str
 
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
     """Print the checkpoints; return 1 if `--verify` finds a damaged one, else 0."""
     folder = require_run(Path(args.run))
     paths = manifest.complete_checkpoints(folder.checkpoints)
-    examined = (_examine(path, verifies=args.verify) for path in paths)
+    examined = (_examine_checkpoint(path, verifies=args.verify) for path in paths)
     rows = [row for row in examined if row]
     unfinished = [path.name for path in manifest.incomplete_checkpoints(folder.checkpoints)]
     if args.json:
@@ -60,11 +60,14 @@ def run(args: Namespace) -> int:
         )
     else:
         name = display_path(folder.path)
-        lines = [_table(rows), *(f"step {row.step}: {row.fault}" for row in rows if row.fault)]
+        lines = [
+            _checkpoint_table(rows),
+            *(f"step {row.step}: {row.fault}" for row in rows if row.fault),
+        ]
         if unfinished:
             lines.append(
-                f"{with_noun(len(unfinished), 'unfinished save or removal')}: "
-                f"{', '.join(unfinished)}; the next training in this folder deletes them."
+                f"unfinished saves or removals: {', '.join(unfinished)}; the next training in "
+                "this folder deletes them."
             )
         resume = command_line("train", [display_path(folder.resolved), "--resume", name])
         continues = not folder.summary.exists() and any(not row.fault for row in rows)
@@ -75,7 +78,7 @@ def run(args: Namespace) -> int:
     return int(args.verify and any(row.fault for row in rows))
 
 
-def _examine(path: Path, *, verifies: bool) -> SavedStep | None:
+def _examine_checkpoint(path: Path, *, verifies: bool) -> SavedStep | None:
     """Return the row of a checkpoint, None if a training has removed it meanwhile."""
     stats = {}
     with suppress(OSError):  # of a folder that cannot be read, which `find_fault` reports
@@ -89,15 +92,15 @@ def _examine(path: Path, *, verifies: bool) -> SavedStep | None:
         path=str(path),
         files=len(stats),
         bytes=sum(stat.st_size for stat in stats.values()),
-        saved=own and datetime.fromtimestamp(own.st_mtime, UTC).isoformat(timespec="seconds"),
+        time=own and datetime.fromtimestamp(own.st_mtime, UTC).isoformat(timespec="seconds"),
         state="damaged" if fault else "sound" if verifies else "complete",
         fault=fault,
     )
 
 
-def _table(rows: list[SavedStep]) -> str:
+def _checkpoint_table(rows: list[SavedStep]) -> str:
     """Return the table of the checkpoints, newest first."""
-    times = [row.saved and datetime.fromisoformat(row.saved).astimezone() for row in rows]
+    times = [row.time and datetime.fromisoformat(row.time).astimezone() for row in rows]
     saved = [f"{time:%Y-%m-%d %H:%M:%S}" if time else "–" for time in times]
     return render_table(
         [

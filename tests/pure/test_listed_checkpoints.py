@@ -49,7 +49,7 @@ def test_the_screen_names_faults_leftovers_and_the_command_that_continues(run, c
     assert main(["checkpoints", str(run)]) == 0
     text = capsys.readouterr().out
     assert "step 6: manifest.json is not readable" in text and "–" in text
-    assert "1 unfinished save or removal: step-00000008.tmp-12ab" in text
+    assert "unfinished saves or removals: step-00000008.tmp-12ab" in text
     assert f"Next: ptrain train {run}/spec.resolved.yaml --resume {run}" in text
     (run / "summary.json").touch()
     main(["checkpoints", str(run)])
