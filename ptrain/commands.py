@@ -390,6 +390,18 @@ COMMANDS = {
         examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
         topics=("report", "compare"),
     ),
+    "checkpoints": Command(
+        usage=("RUN [options]",),
+        groups={
+            "Arguments": (_RUN,),
+            "Options": (
+                flag("--verify", "Compare every file with its SHA-256. Exit with 1 if one differs. "
+                    "Default: compare sizes."),
+                _JSON),
+        },
+        examples=("ptrain checkpoints runs/latest", "ptrain checkpoints runs/latest --verify"),
+        topics=("checkpoints",),
+    ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),
         details="BASE and HEAD are run folders, files that a command printed with --json, or\n"

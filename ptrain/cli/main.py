@@ -33,6 +33,7 @@ GROUPS = {
         "validate": "Run four steps and check memory and traffic only",
         "verify": "Compare gradients, optimizer state and losses with one device",
         "report": "Write one HTML page about runs and specs",
+        "checkpoints": "List the checkpoints of a run and verify their files",
         "compare": "Compare two runs, predictions or verifications",
         "selftest": "Run the built-in specs on this machine and write a page of results",
     },

@@ -7,7 +7,6 @@ Each token is computed from the window before it; there is no KV cache.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
 from ptrain.train.checkpoint import IndexReader
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, display_path
+from ptrain.train.folder import RunFolder, display_path, require_run
 from ptrain.train.manifest import Manifest
 
 _MODEL = "model."
@@ -161,13 +160,7 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     Raises:
         SpecError: The folder is no run folder.
     """
-    resolved = RunFolder(run).resolved
-    if not os.path.isfile(resolved):  # nor of a name that no file can have
-        raise input_error(
-            "RUN",
-            f"{display_path(run)} is not a run folder: it has no {resolved.name}",
-            "Use a run folder, such as `runs/latest`.",
-        )
+    resolved = require_run(run).resolved
     begun = read(resolved).value_at(("model", "pretrained"))
     gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone

@@ -145,6 +145,7 @@ _EXAMPLES = {
     "sequence": "128",
     "target": "package.module:function",
     "attention": "zigzag",
+    "last": "3",
 }
 _GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 

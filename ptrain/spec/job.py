@@ -22,6 +22,7 @@ from ptrain.spec.leaf import (
     Section,
     Shape,
     Text,
+    by_word,
     check_part,
     describe,
     grammar_dataclass,
@@ -461,11 +462,44 @@ class EvalSpec:
 
 
 @section_dataclass
+class KeepSpec:
+    """The checkpoints that stay after a save; the others are removed."""
+
+    last: Annotated[
+        int,
+        Integer(
+            "Number of newest checkpoints that stay.", aka=("keep_latest_k", "save_total_limit")
+        ),
+    ]
+    every: Annotated[
+        int,
+        Integer("Those at a multiple of this step stay, too; 0 adds none.", 0, 10**9),
+    ] = 0
+
+
+@section_dataclass
 class CheckpointSpec:
     """Points at which the training state is saved."""
 
     at_end: Annotated[bool, Boolean("Save a checkpoint after the last step.")] = False
     every: Annotated[int, Integer("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
+    keep: Annotated[
+        KeepSpec | None,
+        Section(
+            KeepSpec,
+            "Checkpoints that stay after a save. Default: all.",
+            other_schemas=(
+                {
+                    "type": "integer",
+                    "minimum": 1,
+                    "maximum": 10**9,
+                    "description": "Number of newest checkpoints that stay.",
+                },
+            ),
+            accepts_null=True,
+            alone=by_word("last"),
+        ),
+    ] = None
 
 
 @section_dataclass

@@ -22,7 +22,7 @@ from ptrain.spec import slips
 from ptrain.spec.activations import KEPT_MEANINGS
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Route, Section, UserFile, is_required, iter_keys, section_keys
+from ptrain.spec.leaf import Leaf, Route, Section, UserFile, is_required, iter_keys, section_keys
 from ptrain.spec.names import explain_missing, list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES, Axis, Placement, S
 from ptrain.spec.text import Findings, SourceMark, Tree, to_flow_yaml
@@ -61,11 +61,14 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     else:
         expand_tuples(placement, findings)
     _expand_data_axis(root, findings)
-    for key in section_keys(SpecRaw):
-        if alone := _expand_bare_value(root, key):
-            root[key] = alone
+    for route, section in _short_sections():
+        holder = tree.value_at(route[:-1])
+        if not isinstance(holder, dict):
+            continue
+        if alone := _expand_bare_value(section, holder.get(route[-1]), root):
+            holder[route[-1]] = alone
             for inner in alone:
-                tree.move_marks((key,), (key, inner))
+                tree.move_marks(route, (*route, inner))
     for route, file in _file_keys():
         _read_file(tree.value_at(route[:-1]), route, file, findings)
     model = root.get("model")
@@ -77,10 +80,18 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     return findings.faults
 
 
-def _expand_bare_value(root: Mapping, section: str) -> Mapping:
+@cache
+def _short_sections() -> tuple[tuple[Route, Section], ...]:
+    """Return the sections that a value alone can abbreviate, each after the section around it."""
+    sections = (
+        (route, holds) for route, _, holds in iter_keys(SpecRaw) if isinstance(holds, Section)
+    )
+    return tuple((route, holds) for route, holds in sections if holds.alone)
+
+
+def _expand_bare_value(holds: Leaf | Section, value: object, root: Mapping) -> Mapping:
     """Return the mapping that a single value abbreviates in a section, or {} if it is a mapping
     already."""
-    (_, holds), value = section_keys(SpecRaw)[section], root.get(section)
     if isinstance(value, dict) or not isinstance(holds, Section) or holds.alone is None:
         return {}
     return holds.alone(value, root)
@@ -454,7 +465,8 @@ def modes_of(written: Mapping) -> list[str]:
 def policy_of(strategy: Mapping, section: str) -> Mapping:
     """Return a section of a strategy's file, with a short form expanded."""
     value = strategy.get(section, {})
-    return value if isinstance(value, dict) else _expand_bare_value(strategy, section)
+    _, holds = section_keys(SpecRaw)[section]
+    return value if isinstance(value, dict) else _expand_bare_value(holds, value, strategy)
 
 
 @cache

@@ -102,6 +102,24 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     return final
 
 
+def remove_older(program: Program, parent: Path) -> None:
+    """Remove the checkpoints that the spec does not keep, on rank 0, after a save.
+
+    A checkpoint that cannot be removed gives a warning, and the training continues.
+
+    Args:
+        program: The program, whose spec has `checkpoint.keep`.
+        parent: The folder of the checkpoints.
+    """
+    if not program.world.is_first:
+        return
+    try:
+        for path in manifest.remove_surplus(parent, program.spec.checkpoint.keep):
+            LOG.info("removed  %s", display_path(path))
+    except OSError as error:
+        LOG.warning("warning: an older checkpoint cannot be removed: %s", error)
+
+
 def _checkpoint_bytes(program: Program, state: Mapping[str, Any], exchange: Exchange) -> int:
     """Return the bytes of the full tensors of all ranks, each counted once."""
     # Full shapes: a rank has all names, except in a pipeline.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -205,3 +207,37 @@ def _python_path(environment: Mapping[str, str]) -> str:
     root = str(Path(ptrain.__file__).resolve().parent.parent)
     segments = environment.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join((root, *filter(None, segments)))
+
+
+def find_commit(folder: Path) -> str | None:
+    """Return the commit that the git repository of a folder has checked out, None without one.
+
+    `git` is not called, because it runs programs that a repository configures, such as
+    `core.fsmonitor`. Whether files differ from the commit is therefore unknown.
+    """
+    with suppress(OSError, ValueError):  # unreadable files, or no text
+        places = (parent / ".git" for parent in (folder, *folder.parents))
+        return next((_head_commit(git) for git in places if git.exists()), None)
+    return None
+
+
+def _head_commit(git: Path) -> str | None:
+    """Return the commit of HEAD, None if it cannot be resolved."""
+    if git.is_file():  # in a worktree or a submodule, `.git` is a file with the path
+        git = git.parent / _first_line(git).removeprefix("gitdir: ")
+    common = git / _first_line(git / "commondir")  # a worktree shares the branches of this folder
+    text = _first_line(git / "HEAD")
+    for _ in range(5):  # the depth of symbolic references that git follows
+        if not text.startswith("ref: refs/") or ".." in text:
+            break
+        name = text.removeprefix("ref: ")
+        text = _first_line(git / name) or _first_line(common / name)
+        if not text and (common / "packed-refs").is_file():
+            lines = (common / "packed-refs").read_text().splitlines()
+            text = next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
+    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line of a regular file, "" without one. Reading a pipe would block."""
+    return path.read_text().partition("\n")[0].strip() if path.is_file() else ""

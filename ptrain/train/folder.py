@@ -251,6 +251,22 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
     return claim
 
 
+def require_run(path: Path) -> RunFolder:
+    """Return the folder of a run.
+
+    Raises:
+        SpecError: The path is no run folder.
+    """
+    folder = RunFolder(path)
+    if not os.path.isfile(folder.resolved):  # nor of a name that no file can have
+        raise input_error(
+            "RUN",
+            f"{display_path(path)} is not a run folder: it has no {folder.resolved.name}",
+            "Use a run folder, such as `runs/latest`.",
+        )
+    return folder
+
+
 def mark_as_latest(folder: RunFolder, root: Path = ROOT) -> None:
     """Point `runs/latest` to this run, whose first step is next, if it is below `runs/`."""
     if folder.path.parent == root.resolve():
@@ -433,44 +449,10 @@ def _describe_environment(num_ranks: int) -> Mapping[str, object]:
         "platform": platform.platform(),
         "cores": cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
-        "git": _revision(Path.cwd()),
+        "git": environment.find_commit(Path.cwd()),
         "agent": environment.agent_id(),
         "environment": environment.recorded_variables(),
     }
-
-
-def _revision(folder: Path) -> str | None:
-    """Return the commit that the git repository of a folder has checked out, None without one.
-
-    `git` is not called, because it runs programs that a repository configures, such as
-    `core.fsmonitor`. Whether files differ from the commit is therefore unknown.
-    """
-    with suppress(OSError, ValueError):  # unreadable files, or no text
-        places = (parent / ".git" for parent in (folder, *folder.parents))
-        return next((_head_commit(git) for git in places if git.exists()), None)
-    return None
-
-
-def _head_commit(git: Path) -> str | None:
-    """Return the commit of HEAD, None if it cannot be resolved."""
-    if git.is_file():  # in a worktree or a submodule, `.git` is a file with the path
-        git = git.parent / _first_line(git).removeprefix("gitdir: ")
-    common = git / _first_line(git / "commondir")  # a worktree shares the branches of this folder
-    text = _first_line(git / "HEAD")
-    for _ in range(5):  # the depth of symbolic references that git follows
-        if not text.startswith("ref: refs/") or ".." in text:
-            break
-        name = text.removeprefix("ref: ")
-        text = _first_line(git / name) or _first_line(common / name)
-        if not text and (common / "packed-refs").is_file():
-            lines = (common / "packed-refs").read_text().splitlines()
-            text = next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
-    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
-
-
-def _first_line(path: Path) -> str:
-    """Return the first line of a regular file, "" without one. Reading a pipe would block."""
-    return path.read_text().partition("\n")[0].strip() if path.is_file() else ""
 
 
 AUTO = "auto"

@@ -7,7 +7,9 @@ a manifest without a seal, 36 were read as another step, size or model. SHA-256 
 accidents, not against attackers: only load checkpoints that you trust.
 
 A checkpoint of another model is rejected. Another learning rate, optimizer, dataset, seed or batch
-may be intended, so each key that differs is reported. This module imports no torch.
+may be intended, so each key that differs is reported.
+
+`checkpoint.keep` states which checkpoints stay after a save. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import secrets
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from ptrain.errors import Fault, PtrainError
+from ptrain.spec.job import KeepSpec
 from ptrain.spec.leaf import (
     FreeMapping,
     Integer,
@@ -221,8 +227,61 @@ def complete_checkpoints(parent: Path) -> list[Path]:
 
 
 def incomplete_checkpoints(parent: Path) -> list[Path]:
-    """Return the folders of checkpoints whose job was killed while saving."""
+    """Return the folders of checkpoints whose job was killed while it saved or removed them."""
     return sorted(parent.glob("step-*.tmp-*"))
+
+
+def surplus_steps(steps: Collection[int], sound: Collection[int], keep: KeepSpec) -> set[int]:
+    """Return the steps whose checkpoints are removed after a save.
+
+    The newest `keep.last` sound checkpoints stay, and all that are newer than the oldest of them: a
+    damaged one takes no other's place. If fewer are sound, all stay.
+
+    Args:
+        steps: The steps of all complete checkpoints.
+        sound: The newest that are sound, at least `keep.last` if there are so many.
+        keep: The section `checkpoint.keep` of the spec.
+
+    Returns:
+        A subset of `steps`.
+
+    Example:
+        >>> surplus_steps({10, 20, 30, 40}, {10, 20, 30, 40}, KeepSpec(last=2, every=20))
+        {10}
+    """
+    newest = sorted(sound, reverse=True)[: keep.last]
+    if len(newest) < keep.last:
+        return set()
+    older = {step for step in steps if step < newest[-1]}
+    return {step for step in older if not keep.every or step % keep.every}
+
+
+def remove_surplus(parent: Path, keep: KeepSpec | None) -> Iterator[Path]:
+    """Remove the checkpoints that `checkpoint.keep` does not keep, after a save.
+
+    Each is renamed, so that it is no complete checkpoint any more, and then deleted. What a kill
+    leaves of it, the next start of a training in this folder deletes.
+
+    Args:
+        parent: The folder of the checkpoints.
+        keep: The section `checkpoint.keep` of the spec. None: keep all.
+
+    Yields:
+        Each removed checkpoint, oldest first.
+
+    Raises:
+        OSError: A folder cannot be renamed or deleted.
+    """
+    if keep is None:
+        return
+    paths = {step_in_name(path): path for path in complete_checkpoints(parent)}
+    # Newest first: older ones are not read.
+    sound = islice((step for step, path in paths.items() if not find_fault(path)), keep.last)
+    for step in sorted(surplus_steps(paths, [*sound], keep)):
+        aside = paths[step].with_name(f"{paths[step].name}.tmp-{secrets.token_hex(4)}")
+        paths[step].rename(aside)
+        shutil.rmtree(aside)
+        yield paths[step]
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -357,6 +416,25 @@ def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
         for name in names
         if (problem := _file_problem(folder / name, *manifest.files[name]))
     ]
+
+
+def find_fault(folder: Path, *, hashes: bool = False) -> str:
+    """Return the first fault of a checkpoint, "" if none is found.
+
+    Args:
+        folder: The checkpoint.
+        hashes: Compare the digests of its files, which reads them. Else only sizes are compared.
+    """
+    try:
+        manifest = read(folder)
+        faults = (
+            file_problems(folder, manifest, sorted(manifest.files))
+            if hashes
+            else find_wrong_sizes(folder, manifest)
+        )
+    except (PtrainError, OSError) as error:
+        return str(error).removeprefix(f"checkpoint {folder}: ")
+    return faults[0] if faults else ""
 
 
 def find_wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:

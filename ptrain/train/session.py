@@ -465,6 +465,7 @@ def _save_checkpoint(
     consistency.require_agreement(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", display_path(path))
+    checkpoint.remove_older(program, path.parent)
 
 
 def _conclude_run(

@@ -202,6 +202,30 @@ def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved_checkpo
     checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
+def test_a_run_killed_before_or_in_a_removal_continues_and_removes_later(tmp_path, monkeypatch):
+    program = single_device_state("checkpoint.keep=1")
+    exchange, run = Exchange(program.world), RunFolder(tmp_path)
+
+    def save(step: int) -> None:
+        checkpoint.save(program, run.checkpoints, step, exchange)
+        checkpoint.remove_older(program, run.checkpoints)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    save(1)
+    for step, (module, name) in enumerate([(Path, "rename"), (manifest.shutil, "rmtree")], 2):
+        checkpoint.save(program, run.checkpoints, step, exchange)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module, name, kill)
+            checkpoint.remove_older(program, run.checkpoints)
+        assert resume_training(program, run, "auto", exchange) == step
+        assert not manifest.incomplete_checkpoints(run.checkpoints)
+    save(4)
+    (last,) = run.checkpoints.iterdir()
+    assert checkpoint.verify_files(last, exchange).step == 4
+
+
 def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
     program = single_device_state()
     exchange = Exchange(program.world)

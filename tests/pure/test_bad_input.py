@@ -84,6 +84,7 @@ LINES = [
     ("seed: 0", f"seed: {2**64}", "train.seed", str(2**64), "0..9223372036854775807"),
     ("steps: 50", "steps: 0", "train.steps", "the number 0", "1..1000000000"),
     ("train:", "timeout: 0\ntrain:", "timeout.step", "the number 0", "> 0"),
+    ("train:", "checkpoint: {keep: 0}\ntrain:", "checkpoint.keep.last", "the number 0", "1..10"),
     ("micro: 2", "micro: 0", "batch.micro", "the number 0", "1..1000000"),
     ("train:", "bucket: 5 apples\ntrain:", "bucket", "the string '5 apples'", "MiB"),
     # modes and placements

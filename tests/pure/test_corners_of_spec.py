@@ -13,6 +13,7 @@ from ptrain.derivation.paper import compose, factor_product
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
 from ptrain.spec.check import schema, validate
+from ptrain.spec.job import KeepSpec
 from ptrain.spec.load import expand_sweeps, load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.pipeline import ScheduleName
@@ -235,6 +236,15 @@ def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks()
 def test_a_checkpoint_at_the_end_is_a_word():
     assert load_changed(checkpoint="at_end").checkpoint.at_end
     assert "checkpoint" in faults(checkpoint="AT_END")
+
+
+def test_a_number_of_checkpoints_to_keep_is_short_for_the_newest_ones():
+    assert load("zero3", ["checkpoint.keep=3"]).spec.checkpoint.keep == KeepSpec(last=3)
+    assert load("zero3").spec.checkpoint.keep is None
+    resolved = load_changed(checkpoint={"keep": 3}).resolved["checkpoint"]
+    assert resolved == {"at_end": False, "every": 0, "keep": {"last": 3, "every": 0}}
+    missing = faults(checkpoint={"keep": {"every": 1000}})["checkpoint.keep.last"]
+    assert missing.remedy == "Add `checkpoint.keep.last=3`."
 
 
 def test_a_missing_schedule_file_names_the_expected_file():

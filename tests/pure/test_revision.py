@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.train.folder import _revision as revision
+from ptrain.train.environment import find_commit as revision
 from tests.pure.run_folders import open_folder
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -161,6 +161,7 @@ def test_an_editor_marks_errors_of_the_loader(changes):
         {"mesh": {"dp_shard": "auto"}},
         {"batch": {"global": "4M tokens", "sequence": 8}},
         {"checkpoint": "at_end"},
+        {"checkpoint": {"keep": 3}},
         {"timeout": 60},
         {"bucket": "25 MiB"},
         {"bucket": "per-tensor"},
