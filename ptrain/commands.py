@@ -105,9 +105,7 @@ COMMANDS = {
                     "or a file. Default: from the spec."),
                 value("--devices", "N", "Use N devices, for a MODEL or a config of another tool. "
                     "Default: all devices of the cluster.", type=positive),
-                _MODEL,
-                _ALLOW_IMPORT,
-            ),
+                _MODEL, _ALLOW_IMPORT),
             "Figures": (
                 flag("--reserved", "Add the memory that the CUDA allocator would reserve. "
                     "Simulates one rank of each spec, which takes seconds and needs torch."),
@@ -147,9 +145,7 @@ COMMANDS = {
                     "`ptrain specs`, or a file. Default: from the SPEC."),
                 value("--devices", "N", "Use N devices. Default: all devices of the cluster.",
                     type=positive),
-                _MODEL,
-                _ALLOW_IMPORT,
-            ),
+                _MODEL, _ALLOW_IMPORT),
             "Search": (
                 value("--objective", "GOAL", "Minimize this figure. One of time, memory, devices, "
                     "cost. Default: time.", choices=("time", "memory", "devices", "cost"),
@@ -200,9 +196,7 @@ COMMANDS = {
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
                 _OVERRIDES),
             "Options": (
-                _MODEL,
-                _RANKS,
-                _ALLOW_IMPORT,
+                _MODEL, _RANKS, _ALLOW_IMPORT,
                 _JSON,
                 _chart_option("Draw the pipeline schedule and the tokens of each `cp` rank, or "
                     "else the shards of each rank."),
@@ -226,10 +220,7 @@ COMMANDS = {
                     "is one, without the other ranks."),
                 flag("--every-block", "Run every block. Default: run a few of many equal blocks "
                     "and repeat their figures."),
-                _MODEL,
-                _RANKS,
-                _ALLOW_IMPORT,
-            ),
+                _MODEL, _RANKS, _ALLOW_IMPORT),
             "Output": (
                 _JSON,
                 _chart_option("Draw memory over the step."),
@@ -252,8 +243,7 @@ COMMANDS = {
                 value("arguments", "FILE", "Config of DeepSpeed, accelerate, axolotl, torchtitan, "
                     "Lightning or the Trainer, or a script with Megatron-LM's arguments. With "
                     "--to, a SPEC too.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Options": (
                 value("--to", "TOOL", "Write the config of this tool. One of deepspeed, "
                     "accelerate, axolotl, trainer, torchtitan, megatron, lightning. Default: "
@@ -331,8 +321,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: "
                     "zero3.", nargs="*"),
-                _OVERRIDES,
-            ),
+                _OVERRIDES),
             "Options": (_MODEL, _RANKS, _ALLOW_IMPORT, _JSON),
         },
         examples=("ptrain validate zero1 zero2 zero3", "ptrain validate zero3 mesh.dp_shard=2,4"),
