@@ -34,6 +34,7 @@ GROUPS = {
         "verify": "Compare gradients, optimizer state and losses with one device",
         "report": "Write one HTML page about runs and specs",
         "compare": "Compare two runs, predictions or verifications",
+        "doctor": "Check this machine for everything that training needs",
         "selftest": "Run the built-in specs on this machine and write a page of results",
     },
     "Data and models": {
