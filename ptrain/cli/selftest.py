@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ptrain.cli.machine import finish_probe, start_probe
+from ptrain.cli.doctor import probe_torch
 from ptrain.cli.progress import show_progress
 from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, input_error
@@ -246,7 +246,7 @@ def _usable_gpus() -> int:
 
     Another process counts them, because this one does not import torch.
     """
-    return len(finish_probe(start_probe()).gpus)
+    return len(probe_torch().gpus)
 
 
 def _select_specs(

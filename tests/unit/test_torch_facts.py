@@ -7,14 +7,16 @@ import json
 import torch
 import torch.distributed as dist
 
-from ptrain.cli.machine import TorchFacts, print_torch_facts
+from ptrain.cli.doctor import TorchFacts, print_torch_facts
 
 
 def test_a_process_prints_what_its_torch_finds(capsys):
     print_torch_facts()
     facts = TorchFacts(**json.loads(capsys.readouterr().out))
     assert len(facts.gpus) == torch.cuda.device_count()
-    assert facts.has_gloo == dist.is_gloo_available()
-    assert bool(facts.nccl) == dist.is_nccl_available()
+    assert ("gloo" in facts.backends, "nccl" in facts.backends) == (
+        dist.is_gloo_available(),
+        dist.is_nccl_available(),
+    )
     assert facts.toolkit == (torch.version.cuda or torch.version.hip or "")
     assert facts.error == ""
