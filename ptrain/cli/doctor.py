@@ -151,7 +151,7 @@ def _torch_rows() -> tuple[list[Row], TorchFacts]:
 
 
 def probe_torch() -> TorchFacts:
-    """Return what torch finds, or the reason why another process cannot import it."""
+    """Return the facts of torch from another process, or the reason why it fails."""
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-c", _PROBE],
@@ -372,7 +372,7 @@ def _write_file(folder: Path) -> None:
 
 
 def _network_rows(port: int, host_error: str) -> list[Row]:
-    """Return whether ports can be bound, and whether this host's name has an address."""
+    """Return the state of ports and of the name of this host."""
     title, taken = "Network", _failure_of(_bind_port, "", port)
     blocked = _failure_of(_bind_port, "127.0.0.1", 0)
     return [
