@@ -418,6 +418,24 @@ COMMANDS = {
         ),
         topics=("in-a-pull-request", "workflow-for-github"),
     ),
+    "doctor": Command(
+        usage=("[options]",),
+        details="Nothing is trained. Without torch, its parts are left out. The exit code is 1 if\n"
+        "a finding is an error.",
+        groups={
+            "Options": (
+                value("--ranks", "N", "Check the limits for N ranks on this machine. Default: one "
+                    "per GPU, or 2 on CPUs.", type=positive),
+                value("--run-dir", "DIR", "Check the space in this folder. Default: runs.",
+                    type=Path, default=Path("runs")),
+                value("--port", "N", "Check this port of --rdzv-endpoint. Default: 29500.",
+                    type=positive, default=29500),
+                _JSON,
+            ),
+        },
+        examples=("ptrain doctor", "ptrain doctor --json"),
+        topics=("check-the-machine", "checking-a-node"),
+    ),
     "selftest": Command(
         usage=("[options]",),
         details="Each spec trains four steps: memory and traffic are compared with the\n"

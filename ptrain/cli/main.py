@@ -35,6 +35,7 @@ GROUPS = {
         "report": "Write one HTML page about runs and specs",
         "checkpoints": "List the checkpoints of a run and verify their files",
         "compare": "Compare two runs, predictions or verifications",
+        "doctor": "Check this machine for everything that training needs",
         "selftest": "Run the built-in specs on this machine and write a page of results",
     },
     "Data and models": {

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -23,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ptrain.cli.doctor import probe_torch
 from ptrain.cli.progress import show_progress
 from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, input_error
@@ -245,12 +244,9 @@ def _print_results(page: Page) -> None:
 def _usable_gpus() -> int:
     """Return the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit.
 
-    A subprocess counts them, because this process does not import torch.
+    Another process counts them, because this one does not import torch.
     """
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    counted_gpus = subprocess.run(command, capture_output=True, text=True, check=False)
-    number = counted_gpus.stdout.strip()
-    return int(number) if number.isdecimal() else 0
+    return len(probe_torch().gpus)
 
 
 def _select_specs(

@@ -75,6 +75,7 @@ FIRST_OPINION = (
 # user's test names.
 LAZY = {
     "ptrain.errors",  # libraries that not everybody has
+    "ptrain.cli.doctor",  # torch, in a process of its own
     "ptrain.cli.main",
     "ptrain.cli.arguments",
     "ptrain.cli.predict",
