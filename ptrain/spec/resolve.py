@@ -54,6 +54,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.resolve_sections import (
+    check_optimizer,
     resolve_attention,
     resolve_cluster,
     resolve_data,
@@ -102,6 +103,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     loss = own if own.user_function else resolve_loss(raw, degrees, findings)
     tensor = _resolve_tensor(raw, loss, degrees, findings)
     cluster = resolve_cluster(raw.cluster, findings)
+    check_optimizer(raw.optimizer, findings)
     _check_offload(raw, degrees, findings)
     _check_experts(raw, findings)
     data = resolve_data(raw, findings)
