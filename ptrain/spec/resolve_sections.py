@@ -436,7 +436,9 @@ def check_optimizer(optimizer: OptimizerSpec, report: Findings) -> None:
         # a resolved spec is written with the defaults of all keys
         if is_strict and getattr(optimizer, key) != getattr(unwritten, key):
             finding = f"{optimizer.name} does not read {key}, a key of {' and '.join(readers)}"
-            remedy = f"Remove it. Keys of {optimizer.name}: {', '.join(('lr', *keys))}."
+            remedy = (
+                f"Remove it. Keys of {optimizer.name}: {', '.join(('lr', 'weight_decay', *keys))}."
+            )
             report.add(f"optimizer.{key}", finding, remedy)
     for number, group in enumerate(optimizer.groups, 1):
         name = group.name or optimizer.name
