@@ -369,7 +369,7 @@ def _reference_muon(dtype: DType) -> Build:
     return partial(kind, adjust_lr_fn="match_rms_adamw")
 
 
-def _adafactor(
+def _build_adafactor(
     kind: Build, leaves: Any, *, eps1: float | None, eps2: float, **settings: Any
 ) -> torch.optim.Optimizer:
     """Return an Adafactor of a class; torch takes the two epsilons as one argument."""
@@ -390,7 +390,8 @@ ROWS: Mapping[str, TorchRow] = {
     "lion": TorchRow(Lion, lambda dtype: LionByFormula if dtype is DType.FP64 else PlainLion),
     "muon": TorchRow(Muon, _reference_muon),
     "adafactor": TorchRow(
-        partial(_adafactor, Adafactor), lambda _: partial(_adafactor, torch.optim.Adafactor)
+        partial(_build_adafactor, Adafactor),
+        lambda _: partial(_build_adafactor, torch.optim.Adafactor),
     ),
 }
 
