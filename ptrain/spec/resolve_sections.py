@@ -17,7 +17,7 @@ from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster, Rates, find_incomplete_tables
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.job import OPTIMIZERS, DataSpec, OptimizerSpec
+from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.misfits import find_ineffective_options, find_misfits
 from ptrain.spec.model import (
     BESIDE,
@@ -425,27 +425,6 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
     names = [spot.name for spot in fields(Precision) if hasattr(raw, spot.name)]
     said: dict[str, Any] = {name: getattr(raw, name) for name in names}
     return Precision(**{**said, "layout": layout, "compute_fp64": raw.compute is not None})
-
-
-def check_optimizer(optimizer: OptimizerSpec, report: Findings) -> None:
-    """Report keys that the optimizer does not read, if it or their only reader is Adafactor."""
-    keys, unwritten = optimizer.properties.keys, OptimizerSpec()
-    for key in sorted({key for row in OPTIMIZERS.values() for key in row.keys} - {*keys}):
-        readers = [name for name, row in OPTIMIZERS.items() if key in row.keys]
-        is_strict = any(OPTIMIZERS[name].factors for name in (optimizer.name, *readers))
-        # a resolved spec is written with the defaults of all keys
-        if is_strict and getattr(optimizer, key) != getattr(unwritten, key):
-            finding = f"{optimizer.name} does not read {key}, a key of {' and '.join(readers)}"
-            remedy = (
-                f"Remove it. Keys of {optimizer.name}: {', '.join(('lr', 'weight_decay', *keys))}."
-            )
-            report.add(f"optimizer.{key}", finding, remedy)
-    for number, group in enumerate(optimizer.groups, 1):
-        name = group.name or optimizer.name
-        wrong = [key for key in ("betas", "eps", "momentum") if getattr(group, key) is not None]
-        if OPTIMIZERS[name].factors and wrong:
-            finding = f"group {number}: {name} does not read {' and '.join(wrong)}"
-            report.add("optimizer.groups", finding, "Use lr, lr_factor and weight_decay.")
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
