@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, Operator, PassWork
-from ptrain.optimizers.ghost import muon_operators
+from ptrain.optimizers.ghost import update_operators
 from ptrain.rates.pace import (
     Pace,
     TimedOperators,
@@ -274,12 +274,16 @@ class Clock:
         self.spend_seconds(_time_key(spent, self.phase), seconds)
 
     def run_update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
-        """Run the optimizer's update on tensors of these shapes. Muon is timed as operators, matrix
-        by matrix."""
+        """Run the optimizer's update on tensors of these shapes. Muon and Adafactor are timed as
+        operators, tensor by tensor."""
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._remember(
-                    (optimizer, shape, layout.update_dtype), self._muon, shape, layout
+                    (optimizer, shape, layout.update_dtype),
+                    self._by_tensor,
+                    optimizer,
+                    shape,
+                    layout,
                 )
                 self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
             return
@@ -305,8 +309,9 @@ class Clock:
         """Let the host read and write `size` bytes for the update."""
         self.spend_seconds(_time_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
-    def _muon(self, shape: Shape, layout: Layout) -> float:
-        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.update_dtype)))
+    def _by_tensor(self, optimizer: str, shape: Shape, layout: Layout) -> float:
+        operators = update_operators(optimizer, shape, layout.update_dtype)
+        return sum(map(self.pace.operator_seconds, operators))
 
     def run_clipping(self, layout: Layout, numels: Sequence[int]) -> None:
         """Compute the norm of gradients with these numbers of elements, and scale them."""

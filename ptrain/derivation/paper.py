@@ -46,7 +46,7 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage, is_within
 from ptrain.optimizers.groups import rules_of_unit, uniform_rule
-from ptrain.optimizers.update import moment_names, optimizer_itemsize
+from ptrain.optimizers.update import moment_shapes, moments_per_element, optimizer_itemsize
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.placement import (
@@ -327,16 +327,25 @@ def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     counts."""
     if len(spec.optimizer.names) == 1 and spec.optimizer.is_elementwise:
         return
-    rule = uniform_rule(spec.optimizer)
-    usual = len(moment_names(rule.name, rule.hyper))
+    usual = moments_per_element(uniform_rule(spec.optimizer))
     elements: dict[tuple[str, int], int] = {}
+    factored: dict[str, int] = {}
+    itemsize = plan.update.layout.moments.itemsize
     for unit in facts.units:
         for tensor, own in zip(unit.trained, rules_of_unit(spec.optimizer, unit), strict=True):
-            kind = own.name, len(moment_names(own.name, own.hyper))
+            if OPTIMIZERS[own.name].factors:
+                shapes = moment_shapes(own.name, own.hyper, tensor.shape).values()
+                factored[own.name] = factored.get(own.name, 0) + sum(map(prod, shapes))
+            kind = own.name, moments_per_element(own)
             elements[kind] = elements.get(kind, 0) + tensor.numel
+    for name, numel in factored.items():
+        yield (
+            f"{name} stores {numel:,} elements of factored and full second moments, of which "
+            f"|Ω| of the theorems has none: {format_bytes(numel * itemsize)} more in total"
+        )
     for (name, moments), numel in elements.items():
         if moments != usual:
-            size = abs(usual - moments) * numel * plan.update.layout.moments.itemsize
+            size = abs(usual - moments) * numel * itemsize
             sign = "less" if moments < usual else "more"
             where = "block matrices" if OPTIMIZERS[name].remainder else "its parameters"
             yield (

@@ -214,11 +214,12 @@ def _slot_parts(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
             yield from _unit_parts(unit.named, unit.cuts, unit.step.optimizer, stored)
         case FlatTensorTarget():
             parameter = target.unit.named[target.index][1]
-            if stored.shape == target.shape:
+            slot = target.slot_of(stored)
+            if slot is None or stored.shape == target.shape:
                 yield target.name, _part_before_unit(parameter), stored
                 return
             named = [(target.name, parameter)]
-            yield from _unit_parts(named, target.cuts, target.unit.step.optimizer, stored)
+            yield from _unit_parts(named, slot.route.cuts, target.unit.step.optimizer, stored)
         case ParameterTarget():
             if (part := _shard_coordinates(target.parameter)) is not None:
                 yield target.name, part, local_tensor(stored)
@@ -241,7 +242,9 @@ def _unit_parts(
         stored: The local shard of the unit.
     """
     assert stored.numel() == cuts.shard_numel(cut), "the shard has another size"
-    sizes = [parameter.numel() for _, parameter in named]
+    # optimizer state of a single tensor may be a factor, which is smaller
+    is_single = len(named) == 1
+    sizes = [cuts.numel] if is_single else [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
     # A shard may begin and end inside a tensor, so each tensor has the overlap of its range with

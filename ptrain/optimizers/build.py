@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from ptrain.internals.fakes import FakeTensor, detect_fake_mode
 from ptrain.models.ledger import OperatorMode, has_tier, set_tier, storage_of
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.optimizers.update import moment_names
+from ptrain.optimizers.update import moment_shapes
 from ptrain.runtime.interface import OptimizerLeaf
 from ptrain.runtime.torch import cast, tag_like
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
@@ -56,7 +56,9 @@ class ByOperator(_ScaledLossOptimizer):
         """Update every tensor that has a gradient, unless `found_inf` is set."""
         assert closure is None, "closures are not supported"
         is_fake = detect_fake_mode() is not None
-        if self.found_inf is not None and not is_fake and self.found_inf.item():
+        scale, found_inf = self.grad_scale, self.found_inf
+        self.grad_scale = self.found_inf = None  # torch's Adafactor asserts it
+        if found_inf is not None and not is_fake and found_inf.item():
             return
         # torch's `step` loops over this attribute. It is replaced for each tensor and restored at
         # the end.
@@ -66,10 +68,10 @@ class ByOperator(_ScaledLossOptimizer):
                 for leaf in group["params"]:
                     if leaf.grad is None:
                         continue
-                    if self.grad_scale is not None:
+                    if scale is not None:
                         # In place: the gradient is dropped after the update, and a copy would be
                         # another temporary.
-                        leaf.grad.div_(self.grad_scale)
+                        leaf.grad.div_(scale)
                     # one tensor per call: torch's loop over all would keep the temporaries of one
                     # tensor while it allocates the next one's
                     self.param_groups = [{**group, "params": [leaf]}]
@@ -106,6 +108,10 @@ class NAdam(ByOperator, torch.optim.NAdam):
 
     def __init__(self, leaves: Any, **settings: Any) -> None:
         super().__init__(leaves, **settings, decoupled_weight_decay=True, foreach=False)
+
+
+class Adafactor(ByOperator, torch.optim.Adafactor):
+    """torch's Adafactor with support for scaled losses and for parameters on any tier."""
 
 
 class _PerTensorOptimizer(_ScaledLossOptimizer):
@@ -363,6 +369,13 @@ def _reference_muon(dtype: DType) -> Build:
     return partial(kind, adjust_lr_fn="match_rms_adamw")
 
 
+def _build_adafactor(
+    kind: Build, leaves: Any, *, eps1: float | None, eps2: float, **settings: Any
+) -> torch.optim.Optimizer:
+    """Return an Adafactor of a class; torch takes the two epsilons as one argument."""
+    return kind(leaves, eps=(eps1, eps2), foreach=False, **settings)
+
+
 ROWS: Mapping[str, TorchRow] = {
     "adamw": TorchRow(partial(torch.optim.AdamW, fused=True), _reference_adamw),
     "sgd": TorchRow(
@@ -376,6 +389,10 @@ ROWS: Mapping[str, TorchRow] = {
     ),
     "lion": TorchRow(Lion, lambda dtype: LionByFormula if dtype is DType.FP64 else PlainLion),
     "muon": TorchRow(Muon, _reference_muon),
+    "adafactor": TorchRow(
+        partial(_build_adafactor, Adafactor),
+        lambda _: partial(_build_adafactor, torch.optim.Adafactor),
+    ),
 }
 
 
@@ -438,7 +455,12 @@ def initial_state(
         Moments as zeros like the tensor, and numbers as 0-d fp32 tensors, by torch's names.
     """
     place = tensor.device if device is None else device
-    moments = {name: torch.zeros_like(tensor, device=place) for name in moment_names(rule, spec)}
+    moments = {
+        name: torch.zeros_like(tensor, device=place)
+        if shape == tuple(tensor.shape)
+        else tensor.new_zeros(shape, device=place)
+        for name, shape in moment_shapes(rule, spec, tuple(tensor.shape)).items()
+    }
     numbers = OPTIMIZERS[rule].numbers.items()
     return moments | {
         name: torch.tensor(initial, dtype=torch.float32, device=place) for name, initial in numbers

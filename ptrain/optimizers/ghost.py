@@ -6,6 +6,7 @@ other and allocate temporaries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -121,6 +122,8 @@ class GhostOptimizerFactory:
     ) -> Callable[[Ghost, bool], int] | None:
         """Return the function that counts a rule's temporary bytes, None for an update in place."""
         row = OPTIMIZERS[rule]
+        if row.factors:
+            return lambda value, _: adafactor_temporaries(value.shape) * value.dtype.itemsize
         if not row.is_elementwise:
             return lambda value, is_scaled: muon_temporaries(
                 value.shape, value.dtype, scaled=is_scaled
@@ -180,6 +183,62 @@ def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> I
     if scaled:
         yield 1  # the skip flag
         yield from (whole, -whole)
+
+
+def adafactor_temporaries(shape: Shape) -> int:
+    """Return the most elements of temporaries that torch's Adafactor has at once for a tensor.
+
+    `_single_tensor_adafactor` (torch/optim/_adafactor.py, 2.13) keeps its variables until it
+    returns. Of a matrix: the means of squared rows and columns, the estimate of the variance, which
+    becomes the update, and a mean of `row_var` or the update's norm. Of a vector: the squared
+    gradient, the estimate, and the update's norm.
+
+    Args:
+        shape: The tensor's shape. Of more than two dimensions, the last two are factored.
+    """
+    whole = math.prod(shape)
+    if len(shape) < 2:
+        return 2 * whole + 1
+    matrices = math.prod(shape[:-2])
+    return matrices * (shape[-2] + shape[-1]) + whole + max(matrices, 1)
+
+
+def update_operators(rule: str, shape: Shape, updated: DType) -> Iterator[Operator]:
+    """Return the operators of an update that is not elementwise, in order.
+
+    Args:
+        rule: The optimizer: Muon, or one with factored moments.
+        shape: The tensor's shape; a matrix's for Muon.
+        updated: Dtype of the tensor.
+    """
+    if not OPTIMIZERS[rule].factors:
+        return muon_operators(shape, updated)
+    return adafactor_operators(shape, updated)
+
+
+def adafactor_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
+    """Yield the operators of torch's Adafactor on one tensor with the size of the tensor.
+
+    Args:
+        shape: The tensor's shape.
+        updated: Dtype of the tensor.
+    """
+    whole = math.prod(shape) * updated.itemsize
+    yield Operator(OperatorKind.NORM, updated, (whole,))
+    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # weight decay
+    if len(shape) > 1:
+        yield Operator(OperatorKind.NORM, updated, (whole,), 2)  # of rows and of columns
+        sides = (math.prod(shape[:-2]), shape[-2], 1, shape[-1])
+        yield Operator(OperatorKind.PRODUCT, updated, sides)
+        yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # divided by the mean
+    else:
+        yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # the squared gradient
+        yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,))  # its average
+        yield Operator(OperatorKind.COPY, updated, (2 * whole,))
+    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,), 2)  # bounded, and its root
+    yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,))  # times the gradient
+    yield Operator(OperatorKind.NORM, updated, (whole,))
+    yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,))
 
 
 def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:

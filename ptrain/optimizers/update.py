@@ -13,7 +13,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ptrain.cost import State
 from ptrain.optimizers.groups import Rule, RuleRange, TargetRules, split_by_rule, uniform_rule
-from ptrain.runtime.interface import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
+from ptrain.runtime.interface import (
+    Optimizer,
+    OptimizerFactory,
+    OptimizerLeaf,
+    Shape,
+    T,
+    TensorRuntime,
+)
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.precision import DType, Layout
 
@@ -292,8 +299,8 @@ class TargetState(Generic[T, X]):
         value = target.value()
         self.slots: dict[str, Slot[T]] = {}
         rule = target_rules[0]  # all rules of a target have the same state
-        for name in moment_names(rule.name, rule.hyper):
-            self.slots[name] = target.create_slot(room.zeros_like(value, layout.moments))
+        for name, shape in moment_shapes(rule.name, rule.hyper, room.shape(value)).items():
+            self.slots[name] = target.create_slot(room.zeros_like(value, layout.moments, shape))
         self.numbers = OPTIMIZERS[rule.name].numbers
         for name, initial in self.numbers.items():
             self.slots[name] = target.create_slot(room.scalar_like(value, DType.FP32, initial))
@@ -501,15 +508,31 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     return is_whole and layout.update_dtype is layout.gradients is layout.moments
 
 
-def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    """Return torch's names of the state that a rule keeps in the shape of the tensor.
+def moment_shapes(rule: str, spec: OptimizerSpec, shape: Shape) -> dict[str, Shape]:
+    """Return the shapes of the moments that a rule keeps of a tensor, by torch's names.
 
     Args:
         rule: A key of `OPTIMIZERS`.
         spec: The hyperparameters. SGD without momentum keeps no state.
+        shape: The tensor's shape. Of two or more dimensions, Adafactor keeps two factors:
+            `Adafactor._init_group` (torch/optim/_adafactor.py, 2.13).
+
+    Example:
+        >>> moment_shapes("adafactor", OptimizerSpec(name="adafactor"), (6, 4))
+        {'row_var': (6, 1), 'col_var': (1, 4)}
     """
     row = OPTIMIZERS[rule]
-    return () if row.needs_momentum and not spec.momentum else row.moments
+    if row.needs_momentum and not spec.momentum:
+        return {}
+    if row.factors and len(shape) > 1:
+        return dict(zip(row.factors, ((*shape[:-1], 1), (*shape[:-2], 1, shape[-1])), strict=True))
+    return dict.fromkeys(row.moments, shape)
+
+
+def moments_per_element(rule: Rule) -> int:
+    """Return the moments per element of a large matrix: 0 if they are factored."""
+    is_factored = OPTIMIZERS[rule.name].factors
+    return 0 if is_factored else len(moment_shapes(rule.name, rule.hyper, ()))
 
 
 def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
@@ -524,4 +547,4 @@ def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
     """
     master = layout.master.itemsize if layout.master else 0
     rule = uniform_rule(spec)
-    return master + len(moment_names(rule.name, rule.hyper)) * layout.moments.itemsize
+    return master + moments_per_element(rule) * layout.moments.itemsize

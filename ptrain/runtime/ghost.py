@@ -182,8 +182,9 @@ class GhostRuntime:
         storage = Storage(size, _in_memory(of.tier), of.state, of.name, self.reader)
         return Ghost(storage, tensor.dtype, (numel,))
 
-    def zeros_like(self, tensor: Ghost, dtype: DType) -> Ghost:
-        return self._empty_in_memory(tensor, dtype, None, "")
+    def zeros_like(self, tensor: Ghost, dtype: DType, shape: Shape | None = None) -> Ghost:
+        like = tensor if shape is None else self.view_range(tensor, 0, shape)
+        return self._empty_in_memory(like, dtype, None, "")
 
     def scalar_like(self, tensor: Ghost, dtype: DType, initial: float = 0.0) -> Ghost:
         storage = Storage(dtype.itemsize, _in_memory(tensor.tier), None, "", self.reader)

@@ -144,8 +144,8 @@ class TensorRuntime(Protocol[T]):
         """
         ...
 
-    def zeros_like(self, tensor: T, dtype: DType) -> T:
-        """Return zeros of the same shape on the same device, in another dtype."""
+    def zeros_like(self, tensor: T, dtype: DType, shape: Shape | None = None) -> T:
+        """Return zeros of the same or of a smaller shape on the same device, in another dtype."""
         ...
 
     def scalar_like(self, tensor: T, dtype: DType, initial: float = 0.0) -> T:

@@ -215,8 +215,13 @@ class TorchRuntime:
         tag = self.registry.tag_of(other)
         return tensor if tag is None else self.registry.tag(tensor, tag.state, name=tag.name)
 
-    def zeros_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
-        return tag_like(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
+    def zeros_like(
+        self, tensor: torch.Tensor, dtype: DType, shape: Shape | None = None
+    ) -> torch.Tensor:
+        # `zeros_like` keeps the strides and the placements of a DTensor, `new_zeros` does not
+        if shape is None or shape == self.shape(tensor):
+            return tag_like(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
+        return tag_like(tensor.new_zeros(shape, dtype=TORCH_DTYPES[dtype]), tensor)
 
     def scalar_like(self, tensor: torch.Tensor, dtype: DType, initial: float = 0.0) -> torch.Tensor:
         return tag_like(tensor.new_full((), initial, dtype=TORCH_DTYPES[dtype]), tensor)

@@ -40,6 +40,8 @@ class OptimizerRow:
         about: The meaning, for the schema and the help.
         keys: The keys that it reads besides `lr` and `weight_decay`, with their defaults.
         moments: The state tensors per parameter, in its shape, by torch's names.
+        factors: For an optimizer that factors the moments of tensors with two or more dimensions,
+            the names of the two factors, without the last dimension and without the one before it.
         needs_momentum: True if there are no moments with momentum 0.
         numbers: The fp32 scalars per parameter, with their initial values.
         remainder: For an optimizer of full matrices, the optimizer of all parameters other than the
@@ -58,6 +60,7 @@ class OptimizerRow:
     description: str
     keys: Mapping[str, Any]
     moments: tuple[str, ...]
+    factors: tuple[str, ...] = ()
     needs_momentum: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
     remainder: str = ""
@@ -70,7 +73,7 @@ class OptimizerRow:
     @property
     def is_elementwise(self) -> bool:
         """True if the update of a shard is the shard of the update."""
-        return not self.remainder
+        return not (self.remainder or self.factors)
 
 
 OPTIMIZERS: Mapping[str, OptimizerRow] = {
@@ -112,6 +115,14 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         moments=("momentum_buffer",),
         remainder="adamw",
         enlarges_rounding=True,  # it iterates in bf16
+    ),
+    "adafactor": OptimizerRow(
+        description="factored second moment of matrices, a full one of vectors, as "
+        "torch.optim.Adafactor; needs full tensors",
+        keys={"beta2_decay": -0.8, "eps1": None, "eps2": 1e-3, "d": 1.0},
+        moments=("variance",),
+        factors=("row_var", "col_var"),
+        numbers={"step": 0.0},
     ),
 }
 FUSED = tuple(name for name, row in OPTIMIZERS.items() if row.is_fused)
@@ -289,6 +300,32 @@ class OptimizerSpec:
             has_derived_default=True,
         ),
     ] = 0.0
+    beta2_decay: Annotated[
+        float,
+        Real("Adafactor: exponent of the step in the weight of new squared gradients.", -10.0, 0.0),
+    ] = -0.8
+    eps1: Annotated[
+        float | None,
+        Real(
+            "Adafactor: lower bound of the root of the second moment; null is the machine epsilon.",
+            0.0,
+            1.0,
+            accepts_null=True,
+        ),
+    ] = None
+    eps2: Annotated[
+        float,
+        Real("Adafactor: lower bound of a parameter's root mean square, for the step.", 0.0, 1.0),
+    ] = 1e-3
+    d: Annotated[
+        float,
+        Real(
+            "Adafactor: root mean square to which an update is clipped.",
+            1.0,
+            1e6,
+            aka=("clip_threshold", "clipping_threshold"),
+        ),
+    ] = 1.0
     decay: Annotated[
         str,
         Choice("Parameters to which `weight_decay` applies.", DECAYS, aka=("no_decay", "no_wd")),

@@ -39,6 +39,7 @@ from ptrain.spec.batch import (
 )
 from ptrain.spec.dials import GradientSync, SyncPolicy
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.keys import FrozenSpec, Keys, TensorSpec
 from ptrain.spec.placement import (
     DATA_AXES,
@@ -102,6 +103,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     loss = own if own.user_function else resolve_loss(raw, degrees, findings)
     tensor = _resolve_tensor(raw, loss, degrees, findings)
     cluster = resolve_cluster(raw.cluster, findings)
+    _check_optimizer(raw.optimizer, findings)
     _check_offload(raw, degrees, findings)
     _check_experts(raw, findings)
     data = resolve_data(raw, findings)
@@ -189,6 +191,27 @@ def _check_experts(raw: SpecRaw, findings: Findings) -> None:
         modes = {str(state): getattr(experts, state.value) for state in PLACED}
         if wrong := fault_of_experts(Placement(**modes)):
             findings.add("placement.ep.experts", *wrong)
+
+
+def _check_optimizer(optimizer: OptimizerSpec, report: Findings) -> None:
+    """Report keys that the optimizer does not read, if it or their only reader is Adafactor."""
+    keys, unwritten = optimizer.properties.keys, OptimizerSpec()
+    for key in sorted({key for row in OPTIMIZERS.values() for key in row.keys} - {*keys}):
+        readers = [name for name, row in OPTIMIZERS.items() if key in row.keys]
+        is_strict = any(OPTIMIZERS[name].factors for name in (optimizer.name, *readers))
+        # a resolved spec is written with the defaults of all keys
+        if is_strict and getattr(optimizer, key) != getattr(unwritten, key):
+            finding = f"{optimizer.name} does not read {key}, a key of {' and '.join(readers)}"
+            remedy = (
+                f"Remove it. Keys of {optimizer.name}: {', '.join(('lr', 'weight_decay', *keys))}."
+            )
+            report.add(f"optimizer.{key}", finding, remedy)
+    for number, group in enumerate(optimizer.groups, 1):
+        name = group.name or optimizer.name
+        wrong = [key for key in ("betas", "eps", "momentum") if getattr(group, key) is not None]
+        if OPTIMIZERS[name].factors and wrong:
+            finding = f"group {number}: {name} does not read {' and '.join(wrong)}"
+            report.add("optimizer.groups", finding, "Use lr, lr_factor and weight_decay.")
 
 
 def _check_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:

@@ -97,6 +97,35 @@ def test_an_unfused_optimizer_is_exact_and_equals_one_device(
     assert not mismatches(ranks, CASES[case](optimizer={"name": name}))
 
 
+FACTORED = {"zero1": "R,S*,R,R", "zero3": "S*,S*,S*,R", "fsdp-offload": "S*@host,S*@host,S*@host,R"}
+
+
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [
+        pytest.param(
+            row, layout, marks=() if (row, layout) == ("ddp", "fp32") else pytest.mark.nightly
+        )
+        for row in ("ddp", *FACTORED)
+        for layout in ("fp32", "bf16", "fp16", "zero16", "fsdp-mixed")
+    ],
+)
+def test_adafactor_of_full_tensors_is_exact_and_in_fp32_equals_one_device(
+    ranks: Ranks, row: str, layout: str
+) -> None:
+    setting = default_setting(row).with_dials(fp64=layout == "fp32", layout=layout)
+    mapping = setting.mapping()
+    if row in FACTORED:
+        mapping |= {"placement": {"dp_shard": FACTORED[row]}}
+    mapping["optimizer"] |= {"name": "adafactor"}
+    spec = require_runnable(load(mapping))
+    if layout == "fp32":
+        assert not mismatches(ranks, spec)
+        return
+    outcome = Outcome(spec, ranks.run(spec.world_size, train_on_rank, spec, STEPS, MEASURED_STEP))
+    assert not [*failed_checks(outcome.checks), *inexact_peaks(outcome)]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["bf16", "fp16", "zero16", "fsdp-mixed"])
 @pytest.mark.parametrize("row", ["ddp", "ddp-zero-redundancy", "zero1", "zero3", "zero-offload"])

@@ -305,7 +305,7 @@ NAMED = {
     "parameters are full when used": INTEGRITY,
     "parameter values are stored": CONSISTENCY,
     "moments are stored between steps": CONSISTENCY,
-    "matrices are orthogonalized in full": CONSISTENCY,
+    "tensors are updated in full": CONSISTENCY,
     "activations are local to their rank": INTEGRITY,
     "every token is counted once": INTEGRITY,
     "activations are sharded by tokens": "Definition 2",
@@ -329,7 +329,7 @@ NAMED = {
     "consumed gradients are not accumulated, clipped or skipped": INTEGRITY,
     "master weights are stored between steps": CONSISTENCY,
     "sums are stored like their terms": INTEGRITY,
-    "muon has matrices to orthogonalize": "Definition 1",
+    "full updates have units of blocks": "Definition 1",
     "frozen parameters are placed on existing axes": "Definition 1",
     "activations have one mode": "Definition 2",
     "options of data axes need a data axis": EFFECT,
@@ -379,7 +379,7 @@ NAMED = {
     "autocast casts fp32": "Definition 1",
 }
 WAITING = """replicas are outside shards; quantized weights are executed;
-    ends are units of fully_shard; muon does not support experts;
+    ends are units of fully_shard; full updates exclude experts;
     groups have equal state in flat units; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
     experts are sharded over tp too; the naive plan shards experts;
@@ -389,7 +389,7 @@ WAITING = """replicas are outside shards; quantized weights are executed;
     tp shards have one kind of data shards;
     units are within a stage; one policy for both passes; units exist until their weight gradients;
     saved shards are gathered once; shared gradients are reduced before the update;
-    muon needs the full model; offloaded activations are used once;
+    full updates exclude stages; offloaded activations are used once;
     attention is a separate module; a budget's peaks are predicted;
     recomputed units are gathered; the naive plan keeps saved activations;
     a block, or the loss, is one program; an fp8 scale is of a full matrix;

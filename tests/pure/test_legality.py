@@ -152,6 +152,7 @@ def test_a_sum_with_addends_is_sharded_in_every_micro_batch():
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=2, layout=both))
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
 @pytest.mark.parametrize(
     ("placement", "nearest"),
     [
@@ -160,10 +161,10 @@ def test_a_sum_with_addends_is_sharded_in_every_micro_batch():
         ("R,R,S@file", "Use `placement.dp_shard=R,R,S*@file,R`."),
     ],
 )
-def test_muon_takes_no_slices(placement, nearest):
-    (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of(placement))}, optimizer="muon"))
+def test_an_update_of_full_tensors_takes_no_slices(placement, nearest, name):
+    (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of(placement))}, optimizer=name))
     assert fault.place == "placement.dp_shard"
-    assert nearest in fault.remedy and "orthogonalizes" in fault.finding
+    assert nearest in fault.remedy and name in fault.finding
 
 
 def test_muon_needs_units_that_are_not_the_root():

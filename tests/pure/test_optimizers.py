@@ -8,7 +8,9 @@ import pytest
 
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.wrapping import WrapContext
+from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
+from ptrain.optimizers.ghost import update_operators
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.job import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
@@ -58,3 +60,39 @@ def test_an_update_takes_the_time_of_its_operators(name: str) -> None:
     ]
     taken = known.update_seconds(name, FP32, elements=1000, tensors=2)
     assert taken == pytest.approx(2 * sum(own)) and len(own) >= 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_adafactor_keeps_a_row_and_a_column_of_each_matrix_and_all_of_a_vector(layout) -> None:
+    spec, plan = plan_spec({}, layout=layout, optimizer="adafactor")
+    update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
+    shapes = [tensor.shape for tensor in FACTS.tensors]
+    moments = sum(sum(shape) for shape in shapes)  # N + K, or N of a vector
+    assert {len(shape) for shape in shapes} == {1, 2}
+    master = layout.master.itemsize if layout.master else 0
+    kept = moments * layout.moments.itemsize + master * FACTS.numel + 4 * len(shapes)
+    assert update.optimizer_bytes(0) == kept
+
+
+def test_adafactor_is_timed_as_operators_of_its_tensors() -> None:
+    matrix = list(update_operators("adafactor", (6, 4), DType.FP32))
+    assert Operator(OperatorKind.PRODUCT, DType.FP32, (1, 6, 1, 4)) in matrix
+    vector = list(update_operators("adafactor", (6,), DType.FP32))
+    assert all(operator.kind is not OperatorKind.PRODUCT for operator in vector)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "place"),
+    [
+        ({"name": "adafactor", "betas": [0.9, 0.99]}, "optimizer.betas"),
+        ({"name": "adafactor", "eps": 1e-6}, "optimizer.eps"),
+        ({"name": "adafactor", "momentum": 0.9}, "optimizer.momentum"),
+        ({"name": "adamw", "beta2_decay": -0.5}, "optimizer.beta2_decay"),
+        ({"name": "muon", "d": 2.0}, "optimizer.d"),
+        ({"groups": [{"match": "head", "name": "adafactor", "eps": 0.1}]}, "optimizer.groups"),
+    ],
+)
+def test_keys_of_other_optimizers_are_rejected_by_name(optimizer, place: str) -> None:
+    with pytest.raises(SpecError, match="does not read") as error:
+        load_changed(optimizer=optimizer)
+    assert [fault.place for fault in error.value.faults] == [place]

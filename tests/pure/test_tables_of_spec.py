@@ -171,6 +171,7 @@ SECTIONS = {
     job.OptimizerSpec: {
         "name": "adamw", "lr": 0.0003, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
         "momentum": 0.0, "clip": 1.0, "decay": "all", "groups": (),
+        "beta2_decay": -0.8, "eps1": None, "eps2": 1e-3, "d": 1.0,
         "schedule": {"warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1},
     },
     job.DataSpec: {

@@ -49,6 +49,7 @@ def make_results(on: WatchedRuntime[Any]) -> Statements:
         yield (source, room.scalar_like(source, DType.FP64))
         cube = room.view_range(source, 0, SHAPE)
         yield (cube, room.zeros_like(cube, DType.FP32))
+        yield (cube, room.zeros_like(cube, DType.FP32, SHAPE[:-1]))
         del source
         yield (cube,)
 

@@ -18,7 +18,7 @@ from ptrain.cost import State
 from ptrain.derivation.flat import GhostMembers
 from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.ghost import GhostOptimizerFactory
-from ptrain.optimizers.update import moment_names
+from ptrain.optimizers.update import moment_shapes
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
@@ -222,8 +222,8 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
         yield nothings
         optimizer = rules.create_optimizer(rule, leaves, spec)
         for leaf, value in zip(leaves, values, strict=True):
-            for name in moment_names(rule, spec):
-                leaf.state[name] = room.zeros_like(value, dtype)
+            for name, shape in moment_shapes(rule, spec, room.shape(value)).items():
+                leaf.state[name] = room.zeros_like(value, dtype, shape)
             for name, initial in OPTIMIZERS[rule].numbers.items():
                 leaf.state[name] = room.scalar_like(value, DType.FP32, initial)
             leaf.value = value

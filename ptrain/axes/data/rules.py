@@ -88,7 +88,7 @@ STATE_RULES = (
         repair=lambda placement: replace(placement, optimizer=S),
     ),
     TupleRule(
-        name="matrices are orthogonalized in full",
+        name="tensors are updated in full",
         theorem=STATE_CONSISTENCY,
         is_broken=lambda placement, optimizer: (
             not optimizer.is_elementwise
@@ -96,7 +96,7 @@ STATE_RULES = (
             in (placement.optimizer.distribution, placement.gradients.distribution)
         ),
         message=(
-            "muon orthogonalizes full matrices, so optimizer and gradients must be R or "
+            "muon and adafactor update full tensors, so optimizer and gradients must be R or "
             "S* (gathered for the update)"
         ),
         repair=lambda placement: replace(
@@ -214,10 +214,11 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject one unit for the full model with an optimizer that needs matrices."""
     if not spec.optimizer.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
+        name = spec.optimizer.matrix_optimizer
         yield Fault(
             place="unit",
             finding=(
-                "unit=model does not support muon: muon updates matrices of blocks, and "
+                f"unit=model does not support {name}: {name} updates full tensors of blocks, and "
                 "one unit for the full model has no blocks"
             ),
             remedy="Use `unit=block`, or `optimizer.name=adamw`.",
@@ -433,7 +434,7 @@ DATA = AxisRules(
             faults=_sum_beside_its_parts,
         ),
         SpecRule(
-            name="muon has matrices to orthogonalize",
+            name="full updates have units of blocks",
             theorem="Definition 1",
             faults=_whole_matrices,
         ),
@@ -453,7 +454,7 @@ DATA = AxisRules(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
         SpecRule(name="quantized weights are executed", theorem="", faults=_quantized_elsewhere),
         SpecRule(name="ends are units of fully_shard", theorem="", faults=_end_units),
-        SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
+        SpecRule(name="full updates exclude experts", theorem="", faults=_matrices_of_experts),
         SpecRule(
             name="groups have equal state in flat units", theorem="", faults=_groups_in_flat_units
         ),

@@ -18,7 +18,7 @@ from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters, Route, RoutedSlot, TensorSlot
 from ptrain.cost import State
 from ptrain.optimizers.update import ResidentSlot, Slot
-from ptrain.runtime.interface import PendingResult, T, UnitParameters
+from ptrain.runtime.interface import PendingResult, Shape, T, UnitParameters
 from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
@@ -238,6 +238,7 @@ class TensorTarget(Generic[T]):
         self.cuts = ShardLayout(
             unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via
         )
+        self.slots: list[TensorSlot[T]] = []  # not of state that is stored as it is used
 
     def persistent_parameter(self) -> T | None:
         """Return None: the tensor is a view of a buffer that is gathered for each update."""
@@ -260,9 +261,21 @@ class TensorTarget(Generic[T]):
         self.update.drop_values()
         if self.keeps_whole:
             return ResidentSlot(_tag_optimizer_state(self.unit, initial))
-        slot = TensorSlot(self.route, initial)
+        slot = TensorSlot(self.unit.route(self.cuts_of(self.unit.room.shape(initial))), initial)
         self.unit.slots.append(slot.stored)
+        self.slots.append(slot)
         return slot
+
+    def slot_of(self, stored: T) -> TensorSlot[T] | None:
+        """Return the slot of stored optimizer state; None if it is stored as it is used."""
+        return next((slot for slot in self.slots if slot.stored is stored), None)
+
+    def cuts_of(self, shape: Shape) -> ShardLayout[T]:
+        """Return the layout of optimizer state of a shape; of a factor, it is smaller."""
+        if not shape or math.prod(shape) == self.cuts.numel:
+            return self.cuts
+        unit = self.unit.cuts
+        return ShardLayout(unit.room, math.prod(shape), self.unit.step.optimizer, unit.via)
 
     @property
     def keeps_whole(self) -> bool:

@@ -286,7 +286,7 @@ PIPELINE = AxisRules(
             theorem="",
             faults=_tied_head_faults,
         ),
-        SpecRule(name="muon needs the full model", theorem="", faults=_whole_matrices),
+        SpecRule(name="full updates exclude stages", theorem="", faults=_whole_matrices),
     ),
 )
 

@@ -346,18 +346,20 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     def split(self, part: torch.Tensor) -> Named:
         if part.dim() == 0:
             return {self.name: part}
-        if part.shape != self.shape:
-            flat = self.unit.gather_full(self.cuts, part, self.unit.step.optimizer)
-            part = flat[: self.cuts.numel].view(self.shape)
+        if (slot := self.slot_of(part)) is not None:
+            cuts = slot.route.cuts
+            flat = self.unit.gather_full(cuts, part, self.unit.step.optimizer)
+            part = flat[: cuts.numel].view(slot.shape)
         return {self.name: self.unit.shard_rows(part)}
 
     def join(self, named: Named) -> torch.Tensor:
         whole = full_tensor(named[self.name])
         if whole.dim() == 0 or self.keeps_whole:
             return whole
-        flat = whole.new_zeros(self.cuts.padded)
+        cuts = self.cuts_of(tuple(whole.shape))
+        flat = whole.new_zeros(cuts.padded)
         flat[: whole.numel()].copy_(whole.reshape(-1))
-        return self.cuts.take_part(flat, (), self.route.stored_axes)
+        return cuts.take_part(flat, (), self.route.stored_axes)
 
     def export(self) -> Named:
         return self._whole.export() if self.index == 0 else {}
