@@ -8,47 +8,24 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from ptrain.command_options import (
+    ALLOW_IMPORT,
+    CODE_OF_RUN,
+    DEVICES,
+    JSON,
+    MODEL,
+    OVERRIDES,
+    RANKS,
+    RUN,
+    STEP,
+    Command,
+    chart_option,
+    flag,
+    option,
+    value,
+)
 from ptrain.units import count, part, positive, sequence_length, temperature
-
-Option = tuple[tuple[str, ...], dict[str, Any]]
-Group = tuple[Option | list[Option], ...]  # a list holds mutually exclusive options
-
-
-class Command(NamedTuple):
-    """The help of one command.
-
-    `usage` lists the forms of the command line, `groups` the arguments and options by title,
-    `examples` command lines to paste, and `topics` the sections of the docs that explain it;
-    `details` follows the one-line description.
-    """
-
-    usage: tuple[str, ...]
-    groups: dict[str, Group]
-    examples: tuple[str, ...]
-    topics: tuple[str, ...]
-    details: str = ""
-
-
-def option(*names: str, **how: Any) -> Option:
-    """Return the arguments of `ArgumentParser.add_argument` for one argument or option."""
-    return names, how
-
-
-def flag(name: str, text: str) -> Option:
-    """Return an option that takes no value."""
-    return option(name, action="store_true", help=text)
-
-
-def value(name: str, metavar: str, text: str, **how: Any) -> Option:
-    """Return a positional argument, or an option that takes a value."""
-    return option(name, metavar=metavar, help=text, **how)
-
-
-def _chart_option(text: str, name: str = "--chart") -> Option:
-    """Return an option that names the image file of a chart."""
-    return value(name, "FILE", f"{text} Format: .png or .svg.", type=Path)
 
 
 def add_arguments(parser: ArgumentParser, verb: str, without: tuple[str, ...] = ()) -> None:
@@ -69,24 +46,6 @@ def add_arguments(parser: ArgumentParser, verb: str, without: tuple[str, ...] = 
                     target.add_argument(*names, **how)
 
 
-_JSON = flag("--json", "Print the result as JSON and nothing else.")
-_ALLOW_IMPORT = flag("--allow-import", "Run code that the spec names (`target`). Default: reject.")
-_CODE_OF_RUN = flag("--allow-import", "Run code that the run's spec names. Default: reject.")
-_DEVICES = ("auto", "cpu", "cuda")
-
-
-_MODEL = value(
-    "--model",
-    "MODEL",
-    "Use this model: a name from `ptrain specs`, or a folder with a "
-    "config.json. Default: from the spec.",
-)
-_RANKS = value("--devices", "N", "Use N devices. Default: from the FILE.", type=positive)
-_STEP = value("--step", "N", "Use the checkpoint of step N. Default: the newest.", type=int)
-_RUN = value("run", "RUN", "Run folder, such as runs/latest.")
-_SET = "Set a key of the spec, such as `mesh.dp_shard=4`. `ptrain help keys` lists them."
-_OVERRIDES = value("overrides", "key=value", _SET, nargs="*", default=SUPPRESS)  # for the help
-
 # fmt: off
 COMMANDS = {
     "predict": Command(
@@ -99,13 +58,13 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Or a model, "
                     "such as llama3-8b, with --cluster.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Job": (
                 value("--cluster", "NAME", "Predict for this cluster: a name from `ptrain specs`, "
                     "or a file. Default: from the spec."),
                 value("--devices", "N", "Use N devices, for a MODEL or a config of another tool. "
                     "Default: all devices of the cluster.", type=positive),
-                _MODEL, _ALLOW_IMPORT),
+                MODEL, ALLOW_IMPORT),
             "Figures": (
                 flag("--reserved", "Add the memory that the CUDA allocator would reserve. "
                     "Simulates one rank of each spec, which takes seconds and needs torch."),
@@ -115,10 +74,10 @@ COMMANDS = {
                     choices=("states", "peak", "sent", "calls", "time")),
             ),
             "Output": (
-                _JSON,
+                JSON,
                 flag("--csv", "Print one comma-separated line per spec and nothing else."),
-                _chart_option("Draw the peaks and the device memory."),
-                _chart_option("Draw the operations of one step over time.", "--timeline"),
+                chart_option("Draw the peaks and the device memory."),
+                chart_option("Draw the operations of one step over time.", "--timeline"),
             ),
         },
         examples=(
@@ -139,13 +98,13 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "MODEL", "Model from `ptrain specs`, a YAML file with its "
                     "fields, or a SPEC.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Job": (
                 value("--cluster", "NAME", "Search placements for this cluster: a name from "
                     "`ptrain specs`, or a file. Default: from the SPEC."),
                 value("--devices", "N", "Use N devices. Default: all devices of the cluster.",
                     type=positive),
-                _MODEL, _ALLOW_IMPORT),
+                MODEL, ALLOW_IMPORT),
             "Search": (
                 value("--objective", "GOAL", "Minimize this figure. One of time, memory, devices, "
                     "cost. Default: time.", choices=("time", "memory", "devices", "cost"),
@@ -175,9 +134,9 @@ COMMANDS = {
                     type=Path),
                 value("--top", "K", "Show K rows. Default: 10, or all with --json and --csv.",
                     type=positive),
-                _JSON,
+                JSON,
                 flag("--csv", "Print the ranking as CSV and nothing else."),
-                _chart_option("Draw memory and time of all exact candidates."),
+                chart_option("Draw memory and time of all exact candidates."),
             ),
         },
         examples=(
@@ -194,11 +153,11 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Options": (
-                _MODEL, _RANKS, _ALLOW_IMPORT,
-                _JSON,
-                _chart_option("Draw the pipeline schedule and the tokens of each `cp` rank, or "
+                MODEL, RANKS, ALLOW_IMPORT,
+                JSON,
+                chart_option("Draw the pipeline schedule and the tokens of each `cp` rank, or "
                     "else the shards of each rank."),
             ),
         },
@@ -211,7 +170,7 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Ranks": (
                 value("--rank", "N", "Simulate rank N, or `all-distinct`: one rank of each kind. "
                     "Repeatable. Default: rank 0 and the rank with the highest predicted peak.",
@@ -220,10 +179,10 @@ COMMANDS = {
                     "is one, without the other ranks."),
                 flag("--every-block", "Run every block. Default: run a few of many equal blocks "
                     "and repeat their figures."),
-                _MODEL, _RANKS, _ALLOW_IMPORT),
+                MODEL, RANKS, ALLOW_IMPORT),
             "Output": (
-                _JSON,
-                _chart_option("Draw memory over the step."),
+                JSON,
+                chart_option("Draw memory over the step."),
             ),
         },
         examples=(
@@ -243,16 +202,16 @@ COMMANDS = {
                 value("arguments", "FILE", "Config of DeepSpeed, accelerate, axolotl, torchtitan, "
                     "Lightning or the Trainer, or a script with Megatron-LM's arguments. With "
                     "--to, a SPEC too.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Options": (
                 value("--to", "TOOL", "Write the config of this tool. One of deepspeed, "
                     "accelerate, axolotl, trainer, torchtitan, megatron, lightning. Default: "
                     "write a spec.", choices=("deepspeed", "accelerate", "axolotl", "trainer",
                     "torchtitan", "megatron", "lightning")),
-                _MODEL,
-                _RANKS,
+                MODEL,
+                RANKS,
                 value("--out", "FILE", "Write to this file. Default: print.", type=Path),
-                _JSON,
+                JSON,
             ),
         },
         examples=(
@@ -268,7 +227,7 @@ COMMANDS = {
             "Arguments": (
                 value("words", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: zero3.",
                     nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Run folder": (
                 value("--run-dir", "DIR", "Write the run to this folder. Default: a new folder in "
                     "runs/.", type=Path),
@@ -279,7 +238,7 @@ COMMANDS = {
             ),
             "Launch": (
                 value("--device", "KIND", "Train on this kind of device; short for `device=KIND`. "
-                    "One of auto, cpu, cuda. Default: from the spec.", choices=_DEVICES),
+                    "One of auto, cpu, cuda. Default: from the spec.", choices=DEVICES),
                 value("--nnodes", "N", "Train on N nodes. Run the same command on each of them. "
                     "Default: 1.", type=positive, default=1),
                 value("--rdzv-endpoint", "HOST:PORT", "Meet the other nodes at this address, "
@@ -291,7 +250,7 @@ COMMANDS = {
                     type=count, default=0),
                 flag("--force", "Train even if the prediction does not fit, or if the ranks belong "
                     "to several nodes."),
-                _ALLOW_IMPORT),
+                ALLOW_IMPORT),
             "Measurement": (
                 value("--measure", "N", "Measure memory and traffic every N steps, in addition to "
                     "one steady step. Default: 0 (never).", type=count, default=0),
@@ -299,9 +258,9 @@ COMMANDS = {
             ),
             "Output": (
                 flag("--quiet", "Print no lines per step."),
-                _JSON,
+                JSON,
                 flag("--tensorboard", "Write TensorBoard events, too."),
-                _chart_option("Draw loss and throughput over the steps, and tokens per expert."),
+                chart_option("Draw loss and throughput over the steps, and tokens per expert."),
                 option("--prepared", action="store_true", help=SUPPRESS),
             ),
         },
@@ -321,8 +280,8 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Default: "
                     "zero3.", nargs="*"),
-                _OVERRIDES),
-            "Options": (_MODEL, _RANKS, _ALLOW_IMPORT, _JSON),
+                OVERRIDES),
+            "Options": (MODEL, RANKS, ALLOW_IMPORT, JSON),
         },
         examples=("ptrain validate zero1 zero2 zero3", "ptrain validate zero3 mesh.dp_shard=2,4"),
         topics=("reading-a-verdict", "prediction-differs"),
@@ -334,7 +293,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "SPEC", "Name from `ptrain specs`, or a YAML file. Or a run "
                     "folder. Default: zero3.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Stages": (
                 value("--steps", "N", "Train N steps in each trajectory, at least 3. Default: 100.",
                     type=int, default=100),
@@ -347,10 +306,10 @@ COMMANDS = {
                     "group."),
             ),
             "Options": (
-                _ALLOW_IMPORT,
+                ALLOW_IMPORT,
                 option("-v", "--verbose", action="store_true",
                     help="Print the checks that hold, too."),
-                _JSON),
+                JSON),
         },
         examples=(
             "ptrain verify zero3",
@@ -367,14 +326,14 @@ COMMANDS = {
         groups={
             "Arguments": (
                 value("arguments", "RUN|SPEC", "Run folder, such as runs/latest. Or a name from "
-                    "`ptrain specs`, or a YAML file.", nargs="*"), _OVERRIDES),
+                    "`ptrain specs`, or a YAML file.", nargs="*"), OVERRIDES),
             "Options": (
                 flag("--simulate", "Add memory over the step and by module. Simulates one rank "
                     "of each, which takes seconds and needs torch."),
                 value("--out", "FILE", "Write the page to this file. Default: report.html.",
                     type=Path, default=Path("report.html")),
-                _ALLOW_IMPORT,
-                _JSON),
+                ALLOW_IMPORT,
+                JSON),
         },
         examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
         topics=("report", "compare"),
@@ -382,11 +341,11 @@ COMMANDS = {
     "checkpoints": Command(
         usage=("RUN [options]",),
         groups={
-            "Arguments": (_RUN,),
+            "Arguments": (RUN,),
             "Options": (
                 flag("--verify", "Compare every file with its SHA-256. Exit with 1 if one differs. "
                     "Default: compare sizes."),
-                _JSON),
+                JSON),
         },
         examples=("ptrain checkpoints runs/latest", "ptrain checkpoints runs/latest --verify"),
         topics=("checkpoints",),
@@ -399,7 +358,7 @@ COMMANDS = {
             "Arguments": (
                 value("arguments", "BASE HEAD", "Two run folders, JSON files or specs. Documents "
                     "of one name in a file are joined.", nargs="*"),
-                _OVERRIDES),
+                OVERRIDES),
             "Limits": (
                 value("--fail-on", "LIMITS", "Exit with 1 if HEAD exceeds a limit: "
                     "peak=1%%,bytes=0,verdict. Also memory, calls, time and loss. Default: no "
@@ -408,8 +367,8 @@ COMMANDS = {
             "Output": (
                 flag("--markdown", "Print a table for a pull request."),
                 flag("--all", "Show rows that are equal, too."),
-                _JSON),
-            "Options": (_ALLOW_IMPORT,),
+                JSON),
+            "Options": (ALLOW_IMPORT,),
         },
         examples=(
             "ptrain compare zero2 zero3",
@@ -430,7 +389,7 @@ COMMANDS = {
                     type=Path, default=Path("runs")),
                 value("--port", "N", "Check this port of --rdzv-endpoint. Default: 29500.",
                     type=positive, default=29500),
-                _JSON,
+                JSON,
             ),
         },
         examples=("ptrain doctor", "ptrain doctor --json"),
@@ -445,7 +404,7 @@ COMMANDS = {
                 value("--ranks", "N", "Use N ranks. Default: one per GPU, or 2 on CPUs. With the "
                     "variable PTRAIN_SHARE_GPUS=1 ranks may share a GPU.", type=positive),
                 value("--device", "KIND", "Train on this kind of device. One of auto, cpu, cuda. "
-                    "Default: auto.", choices=_DEVICES, default="auto"),
+                    "Default: auto.", choices=DEVICES, default="auto"),
                 flag("--brief", "Run one spec per kind of placement."),
                 value("--out", "FILE", "Write the page to this file. Default: selftest_DATE.md.",
                     type=Path),
@@ -480,7 +439,7 @@ COMMANDS = {
                 value("--separator", "TOKEN", "Append this token to every chat; no chat may "
                     "contain it. Default: a special token that no chat contains."),
             ),
-            "Output": (_JSON,),
+            "Output": (JSON,),
         },
         examples=(
             "ptrain tokenize book.txt --out tokens.npy",
@@ -493,16 +452,16 @@ COMMANDS = {
     "export": Command(
         usage=("RUN --to FOLDER [options]",),
         groups={
-            "Arguments": (_RUN,),
+            "Arguments": (RUN,),
             "Options": (
                 value("--to", "FOLDER", "Write to this folder, which must not exist. Required.",
                     required=True),
-                _STEP,
+                STEP,
                 value("--adapters", "FORM", "Write a model with PEFT adapters in this form. One of "
                     "merged (adapters in the layers), alone (only the adapters). Default: write "
                     "all parameters of the model.", choices=("merged", "alone")),
-                _CODE_OF_RUN,
-                _JSON),
+                CODE_OF_RUN,
+                JSON),
         },
         examples=("ptrain export runs/latest --to exported",
             "ptrain export runs/lora --adapters merged --to merged"),
@@ -512,7 +471,7 @@ COMMANDS = {
         usage=("RUN [PROMPT] [options]", "RUN --score FILE [options]"),
         groups={
             "Arguments": (
-                _RUN,
+                RUN,
                 value("prompt", "PROMPT", "Text that the model continues. Default: empty.",
                     nargs="?", default=""),
             ),
@@ -529,11 +488,11 @@ COMMANDS = {
             "Options": (
                 value("--score", "FILE", "Score this text: print loss, perplexity and bits per "
                     "byte. Default: generate."),
-                _STEP,
+                STEP,
                 value("--tokenizer", "FILE", "Use this tokenizer.json, or the folder that holds "
                     "it. Default: from the run."),
-                _CODE_OF_RUN,
-                _JSON),
+                CODE_OF_RUN,
+                JSON),
         },
         examples=("ptrain sample runs/latest 'def main('",
             "ptrain sample runs/latest --score held-out.txt"),
@@ -545,8 +504,8 @@ COMMANDS = {
             "Arguments": (
                 value("words", "show NAME", "Show this spec, model or cluster as YAML. Default: "
                     "list all.", nargs="*"),
-                _OVERRIDES),
-            "Options": (_JSON,),
+                OVERRIDES),
+            "Options": (JSON,),
         },
         examples=("ptrain specs", "ptrain specs show zero3 mesh.dp_shard=8 > job.yaml"),
         topics=("writing-a-spec", "keys"),
@@ -574,14 +533,14 @@ COMMANDS = {
                     "sizes; more repeats modules and CPU collectives. Default: 100.", type=float,
                     default=100.0),
                 value("--device", "KIND", "Measure this kind of device. One of auto, cpu, cuda. "
-                    "Default: auto.", choices=_DEVICES, default="auto"),
+                    "Default: auto.", choices=DEVICES, default="auto"),
                 flag("--brief", "Measure a few sizes only, to try the command."),
                 flag("--force", "Measure on a busy machine, and overwrite any file."),
             ),
             "Output": (
                 value("--out", "FILE", "Write the cluster to this file. Default: cluster.yaml.",
                     type=Path, default=Path("cluster.yaml")),
-                _JSON,
+                JSON,
                 option("--part", type=Path, help=SUPPRESS),
                 option("--until", type=float, help=SUPPRESS),
             ),
@@ -602,7 +561,7 @@ COMMANDS = {
     ),
     "cache": Command(
         usage=("[options]",),
-        groups={"Options": (flag("--clear", "Delete all cached traces."), _JSON)},
+        groups={"Options": (flag("--clear", "Delete all cached traces."), JSON)},
         examples=("ptrain cache", "ptrain cache --clear"),
         topics=("unknown-peaks",),
     ),

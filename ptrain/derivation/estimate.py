@@ -1,10 +1,10 @@
 """`derive`: a spec's cost by the paper's formulas (`paper`) and as it runs (`exact`), and its plan.
 
 Model FLOPs utilization (MFU) follows from the time of a step. A token costs 6N + 12·L·d·s
-operations in forward and backward. N counts the parameters but those that are only looked up (input
-embedding, positions), and of experts those that a token visits. L is the number of layers, d the
-width of all heads (the mean of queries and values if they differ), s the sequence length. Attention
-scores count in full (`full`), or their causal half, 6·L·d·s (`causal`); recomputation does not.
+operations in forward and backward, with 4 instead of 6 for a frozen parameter. N counts parameters
+that are not only looked up (embedding, positions), and of experts those that a token visits. L is
+the number of layers, d the width of all heads (the mean of queries and values), s the sequence
+length. Scores count in full (`full`), or their causal half (`causal`); recomputation does not.
 
 specs/step_times.yaml compares predictions with published results. For each family of specs it has
 the interval of the collected steps as multiples of their predictions, with the devices that ran

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
+from ptrain.spec.keys import FrozenSpec
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor, R
 from ptrain.spec.spec import Spec, ranks_over
@@ -33,6 +34,7 @@ def traced_part(spec: Spec) -> Spec:
         factors=cutting,
         batch=batch,
         precision=spec.precision,
+        frozen=FrozenSpec(dtype=spec.frozen.dtype),  # quantized weights have other shapes
         train=replace(TrainSpec(), seed=spec.train.seed),
         unit=spec.unit_size,
         tensor=spec.tensor,

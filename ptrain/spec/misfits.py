@@ -269,6 +269,11 @@ def find_ineffective_options(shape: ModelShape) -> Iterator[IneffectiveOption]:
             "the model has no latent attention (kv_lora_rank is not set)",
         ),
         (
+            shape.lora_rank is None,
+            (("lora_alpha",), "lora_rank", "lora_rank"),
+            "the model has no adapters (lora_rank is not set)",
+        ),
+        (
             shape.window is None,
             (("global_every", "window_rope_base"), "window", "window"),
             "no layer has a sliding window (window is not set)",

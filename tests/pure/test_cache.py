@@ -124,7 +124,7 @@ def test_changing_an_unrelated_key_requests_no_new_trace(home: Path, change: str
     [
         "batch.micro=2", "batch.sequence=32", "precision.layout=zero16", "activations=M",
         "loss.chunk=8", "unit=2 blocks", "device=cuda", "model.config.hidden_size=64",
-        "attention=eager", "precision.compute=fp64",
+        "attention=eager", "precision.compute=fp64", "frozen.dtype=nf4",
     ],
 )  # fmt: skip
 def test_changing_a_relevant_key_requests_a_new_trace(home: Path, change: str) -> None:
@@ -205,12 +205,12 @@ def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len({before, more, cache._source_digest.__wrapped__()}) == 3
 
 
-# the seed, tp and pp, a micro-batch, the device, samples that are not tokens
-IN_PART = {"train", "factors", "batch", "cluster", "data"}
+# the seed, tp and pp, a micro-batch, the device, samples that are not tokens, storage of weights
+IN_PART = {"train", "factors", "batch", "cluster", "data", "frozen"}
 IRRELEVANT = {  # to what a micro-batch allocates within the model
     "optimizer", "sync", "eval", "checkpoint", "timeout", "log", "profile", "backend",
     "deterministic", "reduce_scatter", "bucket_bytes", "overlap", "prefetch", "gather_after_update",
-    "offload", "frozen", "consistency_every", "verify_every", "name", "resolved",
+    "offload", "consistency_every", "verify_every", "name", "resolved",
     "trivial_factors",
     "device",  # its kind counts
     "routing",  # formulas take any

@@ -120,7 +120,6 @@ def test_a_word_that_is_no_topic_is_answered(word, capsys, monkeypatch):
     ("word", "first"),
     [
         ("models", "your-model"),  # a title
-        ("autocast", "glossary"),
         ("gradient accumulation", "glossary"),
         ("sbatch", "starting-a-training"),
         ("NCCL", "glossary"),

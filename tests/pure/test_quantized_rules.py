@@ -74,7 +74,7 @@ def test_a_frozen_weight_has_four_operations_per_token() -> None:
             "zero3",
             [LORA, NF4, "precision.matmul=fp8-rowwise"],
             "frozen.dtype",
-            "nf4 in fp8 products",
+            "nf4 in fp8-rowwise products",
         ),
         ("ddp", [LORA, NF4, "frozen.dp_replicate=S*"], "frozen.dtype", "flat units that shard"),
         ("zero-offload", [LORA, NF4], "frozen.dtype", "flat units that shard or offload"),

@@ -310,7 +310,7 @@ def require_any(spec: Spec, is_any: bool) -> None:
         raise input_error(
             "frozen",
             "the model has no frozen parameter (requires_grad=False)",
-            "Remove `frozen`, or freeze parameters in the function of `model.target`.",
+            "Remove `frozen`, set `model.lora_rank`, or freeze parameters in your `model.target`.",
         )
 
 

@@ -354,7 +354,11 @@ def _quantized_elsewhere(spec: Spec) -> Iterator[Fault]:
     cases = (
         (spec.degree(Axis.TP) > 1, "sharded operators", "mesh.tp=1"),
         (spec.compile is not Compiled.NONE, "compiled programs", "compile=none"),
-        (spec.precision.matmul is not Matmul.NONE, "fp8 products", "precision.matmul=none"),
+        (
+            spec.precision.matmul is not Matmul.NONE,
+            f"{spec.precision.matmul} products",
+            "precision.matmul=none",
+        ),
         (
             form_of(spec) is Form.FLAT
             and any(f.placement.parameters != R for f in frozen_factors(spec)),

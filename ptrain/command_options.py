@@ -1,0 +1,66 @@
+"""Options of commands as values: the parts of the tables in `ptrain.commands`."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ptrain.units import positive
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+Group = tuple[Option | list[Option], ...]  # a list holds mutually exclusive options
+
+
+class Command(NamedTuple):
+    """The help of one command.
+
+    `usage` lists the forms of the command line, `groups` the arguments and options by title,
+    `examples` command lines to paste, and `topics` the sections of the docs that explain it;
+    `details` follows the one-line description.
+    """
+
+    usage: tuple[str, ...]
+    groups: dict[str, Group]
+    examples: tuple[str, ...]
+    topics: tuple[str, ...]
+    details: str = ""
+
+
+def option(*names: str, **how: Any) -> Option:
+    """Return the arguments of `ArgumentParser.add_argument` for one argument or option."""
+    return names, how
+
+
+def flag(name: str, text: str) -> Option:
+    """Return an option that takes no value."""
+    return option(name, action="store_true", help=text)
+
+
+def value(name: str, metavar: str, text: str, **how: Any) -> Option:
+    """Return a positional argument, or an option that takes a value."""
+    return option(name, metavar=metavar, help=text, **how)
+
+
+def chart_option(text: str, name: str = "--chart") -> Option:
+    """Return an option that names the image file of a chart."""
+    return value(name, "FILE", f"{text} Format: .png or .svg.", type=Path)
+
+
+JSON = flag("--json", "Print the result as JSON and nothing else.")
+ALLOW_IMPORT = flag("--allow-import", "Run code that the spec names (`target`). Default: reject.")
+CODE_OF_RUN = flag("--allow-import", "Run code that the run's spec names. Default: reject.")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+MODEL = value(
+    "--model",
+    "MODEL",
+    "Use this model: a name from `ptrain specs`, or a folder with a "
+    "config.json. Default: from the spec.",
+)
+RANKS = value("--devices", "N", "Use N devices. Default: from the FILE.", type=positive)
+STEP = value("--step", "N", "Use the checkpoint of step N. Default: the newest.", type=int)
+RUN = value("run", "RUN", "Run folder, such as runs/latest.")
+SET = "Set a key of the spec, such as `mesh.dp_shard=4`. `ptrain help keys` lists them."
+OVERRIDES = value("overrides", "key=value", SET, nargs="*", default=SUPPRESS)  # for the help
