@@ -189,7 +189,7 @@ def find_conversion(path: Path, tree: Tree, overrides: Sequence[str]) -> Convers
     ranks = next((word for word in overrides[::-1] if word.startswith(_RANKS)), "")
     if ranks and not re.fullmatch(r"devices=[1-9]\d{0,8}", ranks):
         finding, mark = "must be an integer of 1 or more", SourceMark(f"{COMMAND_LINE}{ranks}")
-        raise SpecError(mark.make_fault("devices", finding, "Use `devices=8`."))
+        raise SpecError(mark.make_fault("devices", finding, "Use `--devices 8`."))
     models = " ".join(word for word in overrides if re.match(r"model(\.\w+)?=", word))
     number = int(ranks.removeprefix(_RANKS)) if ranks else 0
     return _Converter(path, tree, tool, number, models).convert_file()

@@ -313,7 +313,7 @@ SLICES = (
             {"attention": "flash"},
             "attention",
             "not supported yet: attention flash is reserved; sdpa selects it where possible",
-            "Supported: attention=sdpa or eager or flex or math.",
+            "Supported: attention=sdpa or sdpa-gqa or eager or flex or math.",
         ),
         (
             {"attention": "eager", "model": {"target": "m:f"}},

@@ -33,7 +33,7 @@ TIMELINE = Timeline(
     forward=(Boundary(Mark.ENTER, 1), Run(5, -3), Repeated(2, (Run(1, 1), Complete("b", 0)))),
     backward=(Complete("a.weight", 8, True), Run(1, 1)),
     moved=(("host", 3),),
-    repeated=(("all_reduce", 4),),
+    repeated=(("all_reduce", 4, 2),),
 )
 FACTS = ModelFacts(
     units=(
