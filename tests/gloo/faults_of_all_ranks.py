@@ -22,7 +22,7 @@ def double_gradients(program: Program, done: int) -> None:
 
     def reduce_and_double() -> Tensor | None:
         norm = reduce()
-        for target, _ in program.update.leaves():
+        for target, _, _ in program.update.leaves():
             if target.gradient is not None:
                 target.gradient.mul_(2)
         return norm

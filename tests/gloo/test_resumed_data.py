@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ptrain.data import sampler
 from ptrain.data.sampler import fingerprint_file
-from ptrain.train import checkpoint, loop, manifest
+from ptrain.train import loop, manifest
 from tests import jobs
 from tests.gloo import sessions
 from tests.ranks import Ranks
@@ -144,7 +145,7 @@ def test_a_dataset_of_another_length_is_rejected(ranks: Ranks, tmp_path: Path) -
 
 
 def test_a_large_file_is_sampled_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_BLOCK", 64)
+    monkeypatch.setattr(sampler, "_BLOCK", 64)
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000))
     before = fingerprint_file(path, 4)

@@ -60,7 +60,9 @@ def test_features_with_another_name_are_suggested(key, meant):
 )
 def test_ep_is_known_by_the_names_that_others_give_it(key):
     assert fault_of(f"mesh.{key}=2").remedy == "Did you mean 'ep'?"
-    assert fault_of(f"{key}=2").remedy == "Did you mean 'mesh.ep'?"
+    # a key that another tool has is answered with the setting
+    remedies = "Did you mean 'mesh.ep'?", "Use `mesh.ep=2`."
+    assert fault_of(f"{key}=2").remedy.startswith(remedies)
 
 
 @pytest.mark.parametrize(

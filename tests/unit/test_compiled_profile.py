@@ -173,6 +173,7 @@ CASES = [
 
 
 @pytest.mark.skipif(which("g++") is None, reason="inductor compiles with a C++ compiler")
+@pytest.mark.nightly  # tests/gloo/test_compile.py measures peaks of compiled steps by default
 @pytest.mark.parametrize("overrides", CASES)
 def test_a_block_is_predicted_to_the_byte_but_for_scratch_memory(
     overrides: tuple[str, ...],

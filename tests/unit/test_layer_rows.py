@@ -48,7 +48,11 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         ("zero3", ("unit=sub-block", "activations=M")),
         ("pp-1f1b", ("model.layers=13", "activations=M")),
         pytest.param("pp-1f1b", ("model.layers=13", "model.tied=true"), marks=nightly),
-        ("pp-1f1b", ("mesh.pp=4", "model.layers=11", "pipeline.schedule=zero-bubble")),
+        pytest.param(
+            "pp-1f1b",
+            ("mesh.pp=4", "model.layers=11", "pipeline.schedule=zero-bubble"),
+            marks=nightly,
+        ),
         pytest.param("pp-1f1b", ("mesh.pp=4", "model.layers=9", "activations=O"), marks=nightly),
         pytest.param(
             "pp-1f1b",
@@ -59,7 +63,7 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
             ),
             marks=nightly,
         ),
-        ("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full")),
+        pytest.param("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full"), marks=nightly),
         ("zero3", (EXPERTS, "model.capacity_factor=1.5")),
         ("zero3", (EXPERTS, *OVER_EXPERTS, "activations=M", "model.dense_layers=1")),
         pytest.param("zero3", (EXPERTS, "precision.compute=fp64"), marks=nightly),
