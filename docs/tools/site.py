@@ -32,9 +32,6 @@ _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _COMMENT = re.compile(r"<!-- .*? -->\n?")
 _GROUP = re.compile(r"^\| \*\*(.+?)\*\* \| (.+) \|$", re.MULTILINE)
 _NAMED = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
-HASHAS_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
-_LOADED = re.compile(r"<(?!a\b)[^>]* (?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
-_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 HAS_PLAYGROUND = os.environ.get("PTRAIN_PLAYGROUND") == "1"  # needs npm
 _LOADED = re.compile(r"<(?!a\b)[^>]* (?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
