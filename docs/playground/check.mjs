@@ -16,14 +16,13 @@ page.on("pageerror", (error) => errors.push(String(error)));
 const answered = () => page.waitForFunction(() => document.body.dataset.seconds);
 const forget = () => page.evaluate(() => delete document.body.dataset.seconds);
 const text = (id) => page.locator(id).innerText();
-const widthOf = () => page.evaluate(() => document.documentElement.scrollWidth);
+const overflow = () => page.evaluate(() => document.body.scrollWidth - document.body.clientWidth);
 
 const started = performance.now();
 await page.goto(url);
 await answered();
 const result = { first_seconds: (performance.now() - started) / 1000, state: await text("#state") };
-result.capacity = await page.locator("#memory-picture .limit + text").textContent();
-result.parts = await page.locator("#memory-picture rect").count();
+result.memory = await page.locator("#memory-picture text").allTextContents();
 if (picture) await page.screenshot({ path: picture });
 
 // A key and its value are completed on a new line.
@@ -49,9 +48,24 @@ await area.fill((await area.inputValue()).replace("dp_shard: 3", "dp_shard: 4"))
 await answered();
 result.answer_seconds = Number(await page.evaluate(() => document.body.dataset.seconds));
 
+// Pictures are as wide as the page, and follow its colours.
+const sheetWidth = () => page.locator("#memory-picture svg").evaluate((svg) => svg.getBoundingClientRect().width);
+const ink = () => page.locator("#memory-picture text").first().evaluate((words) => getComputedStyle(words).fill);
+const resize = async (width) => {
+  await forget();
+  await page.setViewportSize({ width, height: 844 });
+  await answered();
+  return sheetWidth();
+};
+result.sheet_widths = [await resize(1440), await resize(390)];
+result.inks = [await ink()];
+await page.emulateMedia({ colorScheme: "dark" });
+result.inks.push(await ink());
+await page.emulateMedia({ colorScheme: "light" });
+
 await page.click("[data-panel=placement]");
-result.frames = await page.locator("#placement-picture .frame").count();
-result.width = await widthOf();
+result.placement = await page.locator("#placement-picture text").allTextContents();
+result.overflow = await overflow();
 await page.click("[data-panel=plan]");
 result.plan = await text("#plan-text");
 await page.click("[data-panel=predict]");

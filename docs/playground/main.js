@@ -1,6 +1,5 @@
 // The page: asks the worker after each change, and shows the answers. The spec is in the link.
 import { Editor } from "./editor.js";
-import { memoryPicture, placementPicture, sheetPicture } from "./pictures.js";
 
 const PAUSE = 250; // ms after the last key, before the worker is asked
 const SEARCH_PAUSE = 1000; // a search takes seconds
@@ -17,7 +16,7 @@ class Engine {
     if (this.isBusy) return void (this.next = text);
     this.worker ??= this.start();
     this.isBusy = true;
-    this.worker.postMessage({ id: ++this.id, question: this.question, text, columns: columns() });
+    this.worker.postMessage({ id: ++this.id, question: this.question, text, columns: columns(), width: width() });
   }
 
   start() {
@@ -41,6 +40,7 @@ class Engine {
 }
 
 const columns = () => Math.max(40, Math.floor((at("answers").clientWidth - 24) / 7.9));
+const width = () => Math.floor(at("answers").clientWidth * 0.75); // points
 const contents = await fetch(new URL("./contents.json", import.meta.url)).then((reply) => reply.json());
 const predictor = new Engine("predict", { isRestarted: false, show: showPrediction });
 const searcher = new Engine("select", {
@@ -50,7 +50,8 @@ const searcher = new Engine("select", {
 });
 let timer = 0;
 let searchTimer = 0;
-let latest = null;
+let resizeTimer = 0;
+let askedWidth = 0;
 const editor = new Editor(at("editor"), contents.keys, () => {
   clearTimeout(timer);
   timer = setTimeout(changed, PAUSE);
@@ -59,8 +60,13 @@ const editor = new Editor(at("editor"), contents.keys, () => {
 function changed() {
   history.replaceState(null, "", `#spec=${encodeURIComponent(editor.text)}`);
   at("state").textContent = "…";
-  predictor.ask(editor.text);
+  predict();
   search();
+}
+
+function predict() {
+  askedWidth = width();
+  predictor.ask(editor.text);
 }
 
 function search() {
@@ -88,40 +94,12 @@ function showPrediction(result, seconds) {
   showFaults(result.faults ?? []);
   document.body.classList.toggle("old", Boolean(result.faults));
   if (result.faults) return void (at("state").textContent = "This spec has errors.");
-  latest = result;
   const [title, verdict] = result.headline;
   at("state").replaceChildren(Object.assign(document.createElement("b"), { textContent: verdict }), ` ${title}`);
-  at("state").dataset.fits = String(result.memory.fits);
+  at("state").dataset.fits = String(result.record.fit.fits);
   for (const name of ["predict", "plan"]) at(`${name}-text`).textContent = result[name];
-  at("sheets").replaceChildren(...result.sheets.map(sheetPicture));
-  draw();
-}
-
-function draw() {
-  if (!latest) return;
-  const { memory, placement } = latest;
-  const width = Math.min(at("answers").clientWidth - 24, 900);
-  at("memory-picture").replaceChildren(memoryPicture(memory, width));
-  at("legend").replaceChildren(
-    ...memory.parts.map((part) => {
-      const row = document.createElement("li");
-      row.style.setProperty("--colour", part.colour);
-      row.append(part.name, Object.assign(document.createElement("b"), { textContent: part.text }));
-      return row;
-    }),
-  );
-  at("placement-picture").replaceChildren(placementPicture(placement, width));
-  const names = ["parameters", "optimizer", "gradients", "activations"];
-  const cells = (kind, words) => words.map((text) => Object.assign(document.createElement(kind), { textContent: text }));
-  const row = (kind, words) => {
-    const line = document.createElement("tr");
-    line.append(...cells(kind, words));
-    return line;
-  };
-  at("modes").replaceChildren(
-    row("th", ["axis", ...names]),
-    ...placement.axes.map((axis) => row("td", [`${axis.axis} ${axis.degree}`, ...names.map((name) => axis.modes[name])])),
-  );
+  // SVG by ptrain, in which names of the spec are escaped.
+  for (const [name, picture] of Object.entries(result.pictures)) at(`${name}-picture`).innerHTML = picture;
 }
 
 function showRanking(result) {
@@ -135,7 +113,6 @@ function openTab(name) {
     tab.ariaSelected = String(isOpen);
     at(tab.dataset.panel).hidden = !isOpen;
   }
-  draw();
   search();
 }
 
@@ -156,5 +133,10 @@ at("link").addEventListener("click", async () => {
 });
 at("tabs").addEventListener("click", ({ target }) => target.dataset.panel && openTab(target.dataset.panel));
 addEventListener("hashchange", () => textOfLink() !== editor.text && (editor.text = textOfLink()));
-new ResizeObserver(draw).observe(at("answers"));
+// Pictures are drawn for the width of the page.
+new ResizeObserver(() => {
+  if (!askedWidth || width() === askedWidth) return;
+  clearTimeout(resizeTimer);
+  resizeTimer = setTimeout(predict, PAUSE);
+}).observe(at("answers"));
 editor.text = textOfLink();

@@ -11,12 +11,12 @@ const ready = (async () => {
   return python.pyimport("answer");
 })();
 
-self.onmessage = async ({ data: { id, question, text, columns } }) => {
+self.onmessage = async ({ data: { id, question, text, columns, width } }) => {
   try {
     const watch = (done, count) => self.postMessage({ id, progress: `${done} of ${count}` });
     const module = await ready;
     const started = performance.now();
-    const result = JSON.parse(module.answer(question, text, columns, watch));
+    const result = JSON.parse(module.answer(question, text, columns, width, watch));
     self.postMessage({ id, result, seconds: (performance.now() - started) / 1000 });
   } catch (error) {
     self.postMessage({ id, result: { faults: [{ place: "", finding: String(error) }] } });

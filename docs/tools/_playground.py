@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from _machine import ROOT
 from _script import table
 
+from ptrain.charts.svg import DARK_RULES
 from ptrain.cli.completion import keys_of_schema
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.selection.recompute import resolve_auto
@@ -90,6 +91,8 @@ def write(folder: Path) -> None:
     for file in _SOURCE.iterdir():
         if file.suffix in (".html", ".css", ".js"):
             shutil.copyfile(file, folder / file.name)
+    with (folder / "style.css").open("a", encoding="utf-8") as style:  # of the pictures
+        style.write(f"@media (prefers-color-scheme: dark) {{ {DARK_RULES} }}\n")
     (folder / "pyodide").mkdir(exist_ok=True)
     for name in _RUNTIME:
         shutil.copyfile(pyodide / name, folder / "pyodide" / name)

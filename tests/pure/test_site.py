@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,19 +19,26 @@ from ptrain.spec.names import find_spec
 
 ROOT = Path(__file__).parents[2]
 PLAYGROUND, NOTEBOOKS = ROOT / "docs" / "playground", ROOT / "docs" / "notebooks"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
-def ask(monkeypatch, tmp_path):
-    """A question to the playground: the functions that its worker calls, in this process."""
+def answers(monkeypatch, tmp_path):
+    """The module of the playground's answers, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     file = spec_from_file_location("answer", PLAYGROUND / "answer.py")
     module = module_from_spec(file)
     file.loader.exec_module(module)
+    return module
 
-    def ask(text, question="predict"):
-        return json.loads(module.answer(question, text, 100, lambda done, count: None))
+
+@pytest.fixture
+def ask(answers):
+    """A question to the playground, as its worker asks it."""
+
+    def ask(text, question="predict", width=600):
+        return json.loads(answers.answer(question, text, 100, width, lambda done, count: None))
 
     return ask
 
@@ -48,10 +58,48 @@ def test_the_playground_answers_with_the_figures_and_the_plan_of_the_commands(as
     assert answer["record"] == json.loads(printed(capsys, "predict", "spec.yaml", "--json"))
     assert printed(capsys, "predict", "spec.yaml").startswith(answer["predict"])
     assert printed(capsys, "plan", "spec.yaml").startswith(answer["plan"])
-    assert len(answer["sheets"]) == (name == "pp-1f1b")
-    memory, fit = answer["memory"], answer["record"]["fit"]
-    assert memory["peak"] == fit["peak_bytes"]
-    assert sum(part["bytes"] for part in memory["parts"]) >= memory["peak"]
+
+
+def texts_of(picture):
+    return [element.text for element in picture.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize(("width", "drawn"), [(600, "600pt"), (100, "264pt"), (2000, "720pt")])
+def test_the_playground_draws_memory_and_placement_as_wide_as_the_page(ask, width, drawn):
+    pictures = ask(text_of("8b-zero3"), width=width)["pictures"]
+    assert pictures["sheets"] == ""
+    memory, placement = (ElementTree.fromstring(pictures[key]) for key in ("memory", "placement"))
+    assert memory.get("width") == placement.get("width") == drawn
+    assert {"usable memory 74.12 GiB", "28.1 GiB", "temporary", "peak"} <= {*texts_of(memory)}
+    assert texts_of(placement).count("8/8") == 4  # three states, and the samples
+
+
+def test_the_playground_draws_the_schedule_of_a_pipeline(ask):
+    schedule = ElementTree.fromstring(ask(text_of("pp-1f1b"))["pictures"]["sheets"])
+    assert texts_of(schedule)[:2] == [
+        "pp-1f1b",
+        "1f1b · ranks: 2 · stages: 2, 1 per rank · micro-batches: 8",
+    ]
+
+
+def test_the_pictures_of_the_playground_escape_names(answers, ask, monkeypatch):
+    name, predict = "<img src=x onerror=alert(1)>", answers.predict_spec
+    text = text_of("pp-1f1b")
+    (fault,) = ask(text.replace("name: pp-1f1b", f'name: "{name}"'))["faults"]
+    assert (fault["place"], fault["line"]) == ("name", 3)
+    # A name that a spec cannot have.
+    monkeypatch.setattr(
+        answers, "predict_spec", lambda *words, **more: replace(predict(*words, **more), label=name)
+    )
+    memory = ask(text)["pictures"]["memory"]
+    assert "<img" not in memory and name in texts_of(ElementTree.fromstring(memory))
+
+
+def test_the_playground_imports_only_public_names():
+    tree = ast.parse((PLAYGROUND / "answer.py").read_text(encoding="utf-8"))
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert any(node.module.startswith("ptrain.charts.") for node in imported)
+    assert not [name.name for node in imported for name in node.names if name.name[0] == "_"]
 
 
 @pytest.mark.nightly
@@ -87,16 +135,6 @@ def test_the_examples_of_the_playground_need_no_torch(benchmark_module, ask):
     }.items()
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "part"), [("8b-ddp", 8, 1.0), ("8b-tp-zero3", 8, 1 / 8), ("8b-hsdp", 8, 0.25)]
-)
-def test_the_parts_that_ranks_keep_cover_each_state(ask, name, ranks, part):
-    parameters = ask(text_of(name))["placement"]["states"][0]
-    assert [size for _, size in parameters["parts"]] == [part] * ranks
-    starts = sorted({start for start, _ in parameters["parts"]})
-    assert starts == [part * place for place in range(round(1 / part))]
-
-
 def test_the_reference_has_every_command_and_every_name_of_the_package(benchmark_module):
     reference = benchmark_module("_reference")
     headings = re.findall(r"^### ptrain (\w+)$", reference.commands(), re.MULTILINE)
@@ -126,11 +164,14 @@ def test_the_playground_works_on_a_phone_in_a_browser_without_other_hosts(
     assert (tmp_path / "phone.png").stat().st_size > 10_000
     assert len(seen["hosts"]) == 1 and not seen["errors"]
     assert seen["state"].startswith("Fits: 38.52 GiB of 74.12 GiB")
-    assert seen["parts"] == 5 and "74.12 GiB" in seen["capacity"]
+    assert {"usable memory 74.12 GiB", "parameters", "temporary"} <= {*seen["memory"]}
     assert seen["words"][0] == "overlap" and seen["completed"] == "overlap: backward"
     assert seen["fault"].startswith("line 8: batch.global") and seen["wrong"].startswith("batch:")
     assert seen["longest_frame_ms"] < 1000 * seen["select_seconds"] / 4  # typing does not wait
-    assert seen["frames"] == 12 and seen["width"] == 390
+    assert seen["placement"].count("4/4") == 4 and seen["overflow"] == 0
+    wide, narrow = seen["sheet_widths"]
+    assert narrow <= 390 < 700 < wide
+    assert seen["inks"] == ["rgb(0, 0, 0)", "rgb(242, 244, 246)"]
     assert seen["plan"].startswith("plan of 8b-zero3: 4 ranks") and "Best:" in seen["select"]
     assert seen["predict"].startswith("8b-zero3") and seen["is_same"]
 
