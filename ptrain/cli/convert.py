@@ -262,6 +262,7 @@ class _Writer:
         self.flat = dict(iter_leaves((), dict(spec)))
         self.tuples = {axis: as_tuple(modes) for axis, modes in spec["placement"].items()}
         self.config: dict[str, object] = {}
+        self.data: dict[str, tuple[str, ...]] = {}  # the modes of the data axes
         self.outcomes: list[KeyOutcome] = []
         self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
         reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
@@ -318,7 +319,7 @@ class _Writer:
         """Write the settings of the rows that place each axis as the spec does."""
         rows = placement_rows(self.tool["flags"][0])
         kept, casts = self.flat.get(("activations",), "R"), []
-        data: dict[str, tuple[str, ...]] = {}
+        data = self.data
         for axis in (axis for axis in DATA_NAMES if axis in self.tuples):
             modes = self.tuples.pop(axis)
             kept = modes[3] if kept == "R" else kept
@@ -434,7 +435,9 @@ class _Writer:
                 continue
             if self.flat.get(route) is None or route[0] == "placement":
                 continue
-            if not all(is_case(part, None, self.config) for part in conditions):
+            is_sharded = any(modes[0][0] in "SM" for modes in self.data.values())
+            config = {**self.config, "placed": "sharded" if is_sharded else "replicated"}
+            if not all(is_case(part, None, config) for part in conditions):
                 continue
             right, given = match[2], self.flat[route]
             if re.search(r"\bN\b", right):

@@ -241,6 +241,10 @@ class _Converter:
         defaults = self.tool.get("defaults", {}).items()
         assumed = {key: v for key, v in defaults if look_up(self.config, key) in (None, "auto")}
         self.config |= assumed
+        rows = choose_rows(self.columns, self.config)
+        placed = rows.get("offload", rows.get("data"))
+        modes = placed.tuples.get("dp_shard", "R") if placed else "R"
+        self.config["placed"] = "sharded" if modes[0].startswith("S*") else "replicated"
         self.outcomes += [self._account_for_key(route, value) for route, value in self.leaves]
         for key, value in assumed.items():
             row = self._account_for_key(tuple(key.split(".")), value, is_assumed=True)
@@ -249,7 +253,7 @@ class _Converter:
                 note = row.note or f"the default of {self.tool['title']}"
                 self.outcomes.append(row._replace(outcome=KeyEffect.ASSUMED, note=note))
         self._name_model()
-        self._place_states(choose_rows(self.columns, self.config))
+        self._place_states(rows)
         self.outcomes = list(map(self._show_placed, self.outcomes))
         for key, value in (("micro", 1), ("sequence", 4096)):
             if ("batch", key) not in self.settings:
@@ -366,7 +370,8 @@ class _Converter:
                 if tier and not at
                 else tier or modes[at]
             )
-        modes[0] = "M" if "cast" in rows and modes[0] == "S*" else modes[0]
+        is_cast = "cast" in rows or self.settings.get(("precision", "layout")) == "fsdp-mixed"
+        modes[0] = "M" if is_cast and modes[0] == "S*" else modes[0]
         tuples[last] = tuple(modes)
         for axis in mesh:
             if axis not in tuples:

@@ -193,6 +193,62 @@ def test_mixed_precision_of_ddp_keeps_fp32_parameters(tmp_path, dtype, outcome, 
     assert (precision.layout.name, precision.matmul) == ("fp32", matmul)
 
 
+TRAINER_OF_FSDP = '{"per_device_train_batch_size": 1, "bf16": true, "fsdp": FSDP}'
+AXOLOTL_OF_FSDP = "base_model: a/b\nmicro_batch_size: 1\nbf16: true\nsequence_len: 64\nfsdp: FSDP\n"
+
+
+@pytest.mark.parametrize("text", [TRAINER_OF_FSDP, AXOLOTL_OF_FSDP])
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ('"shard_grad_op"', "M,S,S,R"),
+        ("[full_shard]", "M,S,S,R"),
+        ("[shard_grad_op, auto_wrap]", "M,S,S,R"),
+        ('"auto_wrap full_shard"', "M,S,S,R"),
+        ('"hybrid_shard"', "M,S,S,R"),
+        ('"full_shard auto_wrap offload"', "S*@host,O,O,R"),
+    ],
+)
+def test_words_of_fsdp_shard_in_any_order(text, words, modes, tmp_path):
+    file = write(tmp_path, "args.yaml", text.replace("FSDP", words))
+    spec = load(file, [TINY, "devices=8"]).spec
+    placed = {factor.axis.value: str(factor.placement) for factor in spec.factors}
+    assert placed["dp_shard"] == modes
+    assert (spec.precision.layout.name, spec.precision.matmul) == ("fsdp-mixed", Matmul.NONE)
+    assert outcomes(file, TINY, "devices=8")["fsdp"] is KeyEffect.MAPPED
+
+
+@pytest.mark.parametrize("words", ["full_shrad", "[hybrid_shard_zero2]", "[full_shard, novel]"])
+def test_words_of_fsdp_that_no_row_takes_are_rejected(words, tmp_path):
+    file = write(tmp_path, "args.yaml", TRAINER_OF_FSDP.replace("FSDP", words))
+    with pytest.raises(SpecError, match="fsdp"):
+        load(file, [TINY, "devices=8"])
+
+
+def test_bf16_of_fsdp_that_is_switched_on_alone_casts_shards(tmp_path):
+    file = write(tmp_path, "args.json", TRAINER_OF_FSDP.replace("FSDP", "true"))
+    spec = load(file, [TINY, "devices=8"]).spec
+    assert (str(spec.factors[0].placement), spec.precision.layout.name) == ("M,S,S,R", "fsdp-mixed")
+
+
+@pytest.mark.parametrize("stage", ["", "_stage_2", "_stage_2_offload", "_stage_3_offload"])
+def test_bf16_of_each_deepspeed_strategy_of_lightning_has_a_master_copy(stage, tmp_path):
+    text = "trainer: {devices: 2, precision: bf16-mixed, strategy: NAME}\nseed_everything: 1\n"
+    file = write(tmp_path, "cli.yaml", text.replace("NAME", f"deepspeed{stage}"))
+    precision = load(file, [TINY]).spec.precision
+    assert (precision.layout.name, precision.matmul) == ("zero16", Matmul.NONE)
+
+
+@pytest.mark.parametrize(("device", "modes"), [("cpu", "S*,O,O,R"), ("nvme", "S*,S@file,O,R")])
+def test_an_offloaded_optimizer_of_deepspeed_keeps_gradients_on_the_host(device, modes, tmp_path):
+    text = DEEPSPEED.replace('"stage": 2', '"stage": 3').replace('"cpu"', f'"{device}"')
+    spec = load(write(tmp_path, "ds.json", text), [TINY]).spec
+    assert str(spec.factors[0].placement) == modes
+    text = "{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 3, "
+    file = write(tmp_path, "a.yaml", f"{text}offload_optimizer_device: {device}}}}}")
+    assert str(load(file, [TINY]).spec.factors[0].placement) == modes
+
+
 @pytest.mark.parametrize(
     ("components", "compiled"),
     [("", "all"), ('["model"]', "block"), ('["loss"]', "loss"), ('["model", "loss"]', "all")],
