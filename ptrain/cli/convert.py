@@ -20,7 +20,7 @@ from ptrain.charts.canvas import write_atomically
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError, SpecError, input_error
 from ptrain.report.printed import minimal_spec
-from ptrain.report.screen import screen_width
+from ptrain.report.screen import print_lines, screen_width
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.foreign import (
     ANSWER,
@@ -32,10 +32,11 @@ from ptrain.spec.foreign import (
     Said,
     find_answer,
     foreign_keys,
+    is_spec,
     load_hints,
     set_value,
 )
-from ptrain.spec.foreign_files import iter_leaves
+from ptrain.spec.foreign_files import iter_leaves, read_tree
 from ptrain.spec.foreign_rows import (
     DATA_NAMES,
     PlacementRow,
@@ -103,7 +104,7 @@ def _write_spec(
             ]
             print_json({"spec": None, "faults": faults, "keys": _as_records(conversion.outcomes)})
             return error.exit_code
-        print(_outcome_table(conversion.outcomes), file=sys.stderr)
+        print_lines(_outcome_table(conversion.outcomes), stream=sys.stderr)
         raise
     mapping = minimal_spec(spec).mapping
     _print_result(to_yaml(mapping), mapping, conversion.outcomes, args)
@@ -118,8 +119,7 @@ def _print_result(
             {"spec" if args.to is None else "config": mapping, "keys": _as_records(outcomes)}
         )
         return
-    print(_outcome_table(outcomes), file=sys.stderr)
-    print(_summary_line(outcomes), file=sys.stderr, flush=True)
+    print_lines(_outcome_table(outcomes), _summary_line(outcomes), stream=sys.stderr)
     if args.out is None:
         print(text, end="")
     else:
@@ -191,18 +191,23 @@ def convert_arguments(args: Namespace) -> None:
     if args.model is not None:
         args.arguments.append(f"model={to_flow_yaml(_model_section(args.model))}")
     sources, overrides = split_arguments(args.arguments)
-    files = [source for source in sources if os.path.isfile(source)]
-    for source in files:
-        devices = [] if args.devices is None else [f"devices={args.devices}"]
-        conversion = read_conversion(Path(source), [*overrides, *devices])
+    devices = [] if args.devices is None else [f"devices={args.devices}"]
+    for source in sources:
+        is_file = os.path.isfile(source)
+        if not is_file and args.verb != "convert":
+            continue
+        conversion = read_conversion(Path(source) if is_file else source, [*overrides, *devices])
         if conversion is None:
+            if is_file and args.verb == "convert" and not is_spec(read_tree(Path(source)).root):
+                finding = "is neither a spec nor a config of a known tool: it has no key of either"
+                raise input_error(source, finding, "`ptrain help other-tools` lists the tools.")
             continue
         args.arguments += devices
-        args.devices = None
+        args.devices, devices = None, []
         if args.verb != "convert":
             title = conversion.tool["title"]
             said = f"{source} ({title}): {_summary_line(conversion.outcomes)}"
-            print(f"{said}. `ptrain convert {source}` lists them.", file=sys.stderr, flush=True)
+            print_lines(f"{said}. `ptrain convert {source}` lists them.", stream=sys.stderr)
     if args.devices is not None and args.verb not in ("predict", "select"):
         finding = "needs a config of another tool; the number of ranks of a SPEC is its mesh"
         raise input_error("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
@@ -262,6 +267,7 @@ class _Writer:
         self.flat = dict(iter_leaves((), dict(spec)))
         self.tuples = {axis: as_tuple(modes) for axis, modes in spec["placement"].items()}
         self.config: dict[str, object] = {}
+        self.data: dict[str, tuple[str, ...]] = {}  # the modes of the data axes
         self.outcomes: list[KeyOutcome] = []
         self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
         reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
@@ -270,7 +276,8 @@ class _Writer:
         data = math.prod(n for axis, n in mesh.items() if axis in (*DATA_NAMES, "ep"))
         self.ranks = math.prod(mesh.values())
         if isinstance(micro := spec["batch"]["micro"], int):
-            self.flat[("batch", "accumulate")] = spec["batch"]["global"] // (micro * data)
+            split = micro if tool.get("splits_batch") and mesh.get("pp", 1) > 1 else 1
+            self.flat[("batch", "accumulate")] = spec["batch"]["global"] * split // (micro * data)
         if layout := LAYOUTS.get(spec["precision"]["layout"]):
             self.flat.setdefault(("precision", "reduced"), layout.reduced.value)
 
@@ -318,7 +325,7 @@ class _Writer:
         """Write the settings of the rows that place each axis as the spec does."""
         rows = placement_rows(self.tool["flags"][0])
         kept, casts = self.flat.get(("activations",), "R"), []
-        data: dict[str, tuple[str, ...]] = {}
+        data = self.data
         for axis in (axis for axis in DATA_NAMES if axis in self.tuples):
             modes = self.tuples.pop(axis)
             kept = modes[3] if kept == "R" else kept
@@ -434,7 +441,9 @@ class _Writer:
                 continue
             if self.flat.get(route) is None or route[0] == "placement":
                 continue
-            if not all(is_case(part, None, self.config) for part in conditions):
+            is_sharded = any(modes[0][0] in "SM" for modes in self.data.values())
+            config = {**self.config, "placed": "sharded" if is_sharded else "replicated"}
+            if not all(is_case(part, None, config) for part in conditions):
                 continue
             right, given = match[2], self.flat[route]
             if re.search(r"\bN\b", right):

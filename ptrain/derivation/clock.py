@@ -278,13 +278,8 @@ class Clock:
         operators, tensor by tensor."""
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
-                seconds = self._remember(
-                    (optimizer, shape, layout.update_dtype),
-                    self._by_tensor,
-                    optimizer,
-                    shape,
-                    layout,
-                )
+                key = optimizer, shape, layout.update_dtype
+                seconds = self._remember(key, self._tensor_seconds, *key)
                 self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
@@ -309,9 +304,8 @@ class Clock:
         """Let the host read and write `size` bytes for the update."""
         self.spend_seconds(_time_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
-    def _by_tensor(self, optimizer: str, shape: Shape, layout: Layout) -> float:
-        operators = update_operators(optimizer, shape, layout.update_dtype)
-        return sum(map(self.pace.operator_seconds, operators))
+    def _tensor_seconds(self, optimizer: str, shape: Shape, dtype: DType) -> float:
+        return sum(map(self.pace.operator_seconds, update_operators(optimizer, shape, dtype)))
 
     def run_clipping(self, layout: Layout, numels: Sequence[int]) -> None:
         """Compute the norm of gradients with these numbers of elements, and scale them."""

@@ -60,7 +60,6 @@ class KeyEffect(MeantWord):
 
 
 _SENTENCES = (  # the outcome of a sentence, by its beginning
-    ("Set it in ", KeyEffect.NO_EFFECT),
     ("Set it", KeyEffect.UNSUPPORTED),
     (DIFFERS, KeyEffect.DIFFERS),
     ("Remove it: (this is|fp32 is|nothing is)", KeyEffect.DEFAULT),
@@ -153,13 +152,19 @@ class Conversion(NamedTuple):
     outcomes: list[KeyOutcome]
 
 
+def is_spec(root: object) -> bool:
+    """Return True if a file has a key that every spec has, and no config of another tool."""
+    return isinstance(root, dict) and not _OF_SPECS.isdisjoint(root)
+
+
 def find_tool(path: Path, root: Mapping[str, object]) -> Mapping[str, Any] | None:
     """Return the row of the tool that a file belongs to, or None for a spec and unknown files."""
-    if not _OF_SPECS.isdisjoint(root) and path.suffix != ".toml":
+    if is_spec(root) and path.suffix != ".toml":
         return None  # every spec has one of these keys, and need not load the hints
     keys, tools = {key_text(key) for key in root}, load_hints()["tools"]
     name = max(tools, key=lambda name: len(keys & {*tools[name]["keys"]}))
-    return {"name": name, **tools[name]} if len(keys & {*tools[name]["keys"]}) > 1 else None
+    is_known = len(keys & {*tools[name]["keys"]}) > 1 or keys & {*tools[name].get("alone", ())}
+    return {"name": name, **tools[name]} if is_known else None
 
 
 def find_conversion(path: Path, tree: Tree, overrides: Sequence[str]) -> Conversion | None:
@@ -241,6 +246,10 @@ class _Converter:
         defaults = self.tool.get("defaults", {}).items()
         assumed = {key: v for key, v in defaults if look_up(self.config, key) in (None, "auto")}
         self.config |= assumed
+        rows = choose_rows(self.columns, self.config)
+        placed = rows.get("offload", rows.get("data"))
+        modes = placed.tuples.get("dp_shard", "R") if placed else "R"
+        self.config["placed"] = "sharded" if modes[0].startswith("S*") else "replicated"
         self.outcomes += [self._account_for_key(route, value) for route, value in self.leaves]
         for key, value in assumed.items():
             row = self._account_for_key(tuple(key.split(".")), value, is_assumed=True)
@@ -249,12 +258,18 @@ class _Converter:
                 note = row.note or f"the default of {self.tool['title']}"
                 self.outcomes.append(row._replace(outcome=KeyEffect.ASSUMED, note=note))
         self._name_model()
-        self._place_states(choose_rows(self.columns, self.config))
+        self._place_states(rows)
         self.outcomes = list(map(self._show_placed, self.outcomes))
         for key, value in (("micro", 1), ("sequence", 4096)):
             if ("batch", key) not in self.settings:
                 note = f"Add `batch.{key}=N` to the command line to change it."
                 self._assume_value(("batch", key), value, note)
+        accumulate, at = self.settings.get(("batch", "accumulate")), ("batch", "micro")
+        if self.tool.get("splits_batch") and accumulate and self.root["mesh"].get("pp", 1) > 1:
+            if accumulate % self.settings[at]:
+                finding = f"is no multiple of the microbatch size {self.settings[at]}"
+                self._reject_key(("training", "local_batch_size"), finding, "Set a multiple.")
+            self.settings["batch", "accumulate"] = max(1, accumulate // self.settings[at])
         if ("batch", "global") not in self.settings:
             self.settings.setdefault(("batch", "accumulate"), 1)
         for route, value in self.settings.items():
@@ -282,6 +297,7 @@ class _Converter:
         answer = self._answer_of(route, value)
         match = ANSWER.fullmatch(answer)
         place, right, note = (match[1], match[2], match[3] or "") if match else ("", "", answer)
+        right = right.replace("VALUE", to_flow_yaml(value)) if isinstance(value, list) else right
         if re.search(r"\bN\b", right) and not is_number(value):
             note, place = f"Set it to a number: it is `{place}`.", ""
         elif place == "model.target" and "target" not in self.models:
@@ -348,7 +364,9 @@ class _Converter:
             self.settings |= {("model", key): text for key, text in shape}
         elif not self.models:
             said = f"{'-'.join(filter(None, words)) or 'the file'} names no model that is built in"
-            remedy = "Add `--model llama3-8b`, or `--model FOLDER` with its config.json."
+            file = to_flow_yaml(str(self.path))
+            remedy = "Add `model.preset=llama3-8b`. For the config.json of a folder, use `ptrain "
+            remedy += f"convert {file} --model FOLDER --out spec.yaml`."
             self._reject_key(("model",), said, remedy)
 
     def _place_states(self, rows: Mapping[str, PlacementRow]) -> None:
@@ -366,7 +384,8 @@ class _Converter:
                 if tier and not at
                 else tier or modes[at]
             )
-        modes[0] = "M" if "cast" in rows and modes[0] == "S*" else modes[0]
+        is_cast = "cast" in rows or self.settings.get(("precision", "layout")) == "fsdp-mixed"
+        modes[0] = "M" if is_cast and modes[0] == "S*" else modes[0]
         tuples[last] = tuple(modes)
         for axis in mesh:
             if axis not in tuples:
@@ -394,12 +413,12 @@ class _Converter:
             open_axis, given = "dp_replicate", given * mesh["dp_shard"]
         if ranks and ranks % given:
             text = f"the degrees multiply to {given}, which does not divide {ranks} devices"
-            self._reject_key(("mesh",), text, f"Use `--devices {given}`.")
+            self._reject_key(("mesh",), text, f"Use `devices={given}`.")
         elif ranks and ranks > given:
             axis = "dp_replicate" if open_axis in mesh else open_axis
             mesh[axis] = mesh.get(axis, 1) * (ranks // given)
         elif not ranks and mesh.keys().isdisjoint(DATA_NAMES):
-            self._reject_key(("mesh",), "the file has no number of devices", "Add `--devices N`.")
+            self._reject_key(("mesh",), "the file has no number of devices", "Add `devices=8`.")
         return {axis: mesh[axis] for axis in _AXES if axis in mesh} or {open_axis: 1}
 
     def _count_ranks(self, mesh: Mapping[str, int]) -> int:

@@ -16,6 +16,7 @@ from ptrain.spec.text import parse_value, to_flow_yaml
 Config = Mapping[str, object]  # the values of a file, by dotted key in small letters
 
 STATE_NAMES = ("parameters", "optimizer", "gradients", "activations")
+_WRAPS = {"auto_wrap"}  # a word of `fsdp`: the units are blocks
 DATA_NAMES = tuple(axis.value for axis in DATA_AXES)
 
 
@@ -55,10 +56,12 @@ def is_case(case: str, value: object, config: Config | None) -> bool:
 
 
 def is_match(pattern: str, value: object) -> bool:
-    """Return True if a value fits: N is a number that is neither 0 nor 1."""
+    """Return True if a value fits: N is a number that is neither 0 nor 1. Words and lists of words
+    fit in any order; `auto_wrap`, which each of Trainer's needs, is not compared."""
     if pattern == "N":
         return is_number(value) and value not in (0, 1)
-    return value_text(value) == pattern.lower()
+    written, wanted = value_text(value), pattern.lower()
+    return written == wanted or set(written.split()) - _WRAPS == set(wanted.split()) - _WRAPS
 
 
 def look_up(config: Config, key: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,62 @@ def test_mixed_precision_of_ddp_keeps_fp32_parameters(tmp_path, dtype, outcome, 
     assert (precision.layout.name, precision.matmul) == ("fp32", matmul)
 
 
+TRAINER_OF_FSDP = '{"per_device_train_batch_size": 1, "bf16": true, "fsdp": FSDP}'
+AXOLOTL_OF_FSDP = "base_model: a/b\nmicro_batch_size: 1\nbf16: true\nsequence_len: 64\nfsdp: FSDP\n"
+
+
+@pytest.mark.parametrize("text", [TRAINER_OF_FSDP, AXOLOTL_OF_FSDP])
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ('"shard_grad_op"', "M,S,S,R"),
+        ("[full_shard]", "M,S,S,R"),
+        ("[shard_grad_op, auto_wrap]", "M,S,S,R"),
+        ('"auto_wrap full_shard"', "M,S,S,R"),
+        ('"hybrid_shard"', "M,S,S,R"),
+        ('"full_shard auto_wrap offload"', "S*@host,O,O,R"),
+    ],
+)
+def test_words_of_fsdp_shard_in_any_order(text, words, modes, tmp_path):
+    file = write(tmp_path, "args.yaml", text.replace("FSDP", words))
+    spec = load(file, [TINY, "devices=8"]).spec
+    placed = {factor.axis.value: str(factor.placement) for factor in spec.factors}
+    assert placed["dp_shard"] == modes
+    assert (spec.precision.layout.name, spec.precision.matmul) == ("fsdp-mixed", Matmul.NONE)
+    assert outcomes(file, TINY, "devices=8")["fsdp"] is KeyEffect.MAPPED
+
+
+@pytest.mark.parametrize("words", ["full_shrad", "[hybrid_shard_zero2]", "[full_shard, novel]"])
+def test_words_of_fsdp_that_no_row_takes_are_rejected(words, tmp_path):
+    file = write(tmp_path, "args.yaml", TRAINER_OF_FSDP.replace("FSDP", words))
+    with pytest.raises(SpecError, match="fsdp"):
+        load(file, [TINY, "devices=8"])
+
+
+def test_bf16_of_fsdp_that_is_switched_on_alone_casts_shards(tmp_path):
+    file = write(tmp_path, "args.json", TRAINER_OF_FSDP.replace("FSDP", "true"))
+    spec = load(file, [TINY, "devices=8"]).spec
+    assert (str(spec.factors[0].placement), spec.precision.layout.name) == ("M,S,S,R", "fsdp-mixed")
+
+
+@pytest.mark.parametrize("stage", ["", "_stage_2", "_stage_2_offload", "_stage_3_offload"])
+def test_bf16_of_each_deepspeed_strategy_of_lightning_has_a_master_copy(stage, tmp_path):
+    text = "trainer: {devices: 2, precision: bf16-mixed, strategy: NAME}\nseed_everything: 1\n"
+    file = write(tmp_path, "cli.yaml", text.replace("NAME", f"deepspeed{stage}"))
+    precision = load(file, [TINY]).spec.precision
+    assert (precision.layout.name, precision.matmul) == ("zero16", Matmul.NONE)
+
+
+@pytest.mark.parametrize(("device", "modes"), [("cpu", "S*,O,O,R"), ("nvme", "S*,S@file,O,R")])
+def test_an_offloaded_optimizer_of_deepspeed_keeps_gradients_on_the_host(device, modes, tmp_path):
+    text = DEEPSPEED.replace('"stage": 2', '"stage": 3').replace('"cpu"', f'"{device}"')
+    spec = load(write(tmp_path, "ds.json", text), [TINY]).spec
+    assert str(spec.factors[0].placement) == modes
+    text = "{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 3, "
+    file = write(tmp_path, "a.yaml", f"{text}offload_optimizer_device: {device}}}}}")
+    assert str(load(file, [TINY]).spec.factors[0].placement) == modes
+
+
 @pytest.mark.parametrize(
     ("components", "compiled"),
     [("", "all"), ('["model"]', "block"), ('["loss"]', "loss"), ('["model", "loss"]', "all")],
@@ -373,3 +430,93 @@ def test_a_folder_with_a_config_alone_is_a_model(tmp_path):
         _model_section(str(tmp_path))
     assert len(caught.value.faults) > 1  # all reasons at once
     assert _model_section("llama-tiny") == {"preset": "llama-tiny"}
+
+
+LORA = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 64\nadapter: lora\nlora_r: 4\n"
+
+
+def test_adapters_of_chosen_layers_differ_and_other_trained_parameters_are_rejected(tmp_path):
+    text = f"{LORA}lora_target_modules: [q_proj, v_proj]\npeft_use_dora: false\n"
+    rows = outcomes(write(tmp_path, "a.yml", text), TINY, "devices=2")
+    assert rows["lora_target_modules"] is KeyEffect.DIFFERS
+    text += "lora_modules_to_save: [embed_tokens, lm_head]\n"
+    file = write(tmp_path, "b.yml", text.replace("dora: false", "dora: true"))
+    with pytest.raises(SpecError) as caught:
+        load(file, [TINY, "devices=2"])
+    places = {fault.place for fault in caught.value.faults}
+    assert places == {"lora_modules_to_save", "peft_use_dora"}
+
+
+@pytest.mark.parametrize(
+    ("more", "batch"),
+    [
+        ("", (1, 8, 32)),
+        ("pipeline_parallel_microbatch_size = 1\n", (1, 8, 32)),
+        ("pipeline_parallel_microbatch_size = 4\n", (4, 2, 32)),
+        ("pipeline_parallel_microbatch_size = 3\n", None),
+        ("[training]\nlocal_batch_size = 8\nglobal_batch_size = 64\n", (1, 16, 64)),
+    ],
+)
+def test_a_pipeline_of_torchtitan_splits_the_local_batch(more, batch, tmp_path):
+    text = f"[parallelism]\npipeline_parallel_degree = 2\n{more}[metrics]\nlog_freq = 1\n"
+    text += "" if "local_batch" in more else "[training]\nlocal_batch_size = 8\n"
+    file = write(tmp_path, "job.toml", text)
+    if batch is None:
+        with pytest.raises(SpecError, match="microbatch size 3"):
+            load(file, [TINY, "devices=8"])
+        return
+    spec = load(file, [TINY, "devices=8"]).spec
+    batches = spec.batch
+    assert (batches.micro, batches.accumulate, batches.global_samples) == batch
+
+
+def test_a_pair_of_betas_is_that_of_the_spec(tmp_path):
+    text = DEEPSPEED.replace('{"lr": "auto"}', '{"betas": [0.8, 0.999]}')
+    file = write(tmp_path, "ds.json", text)
+    assert load(file, [TINY]).spec.optimizer.betas == (0.8, 0.999)
+    assert outcomes(file, TINY)["optimizer.params.betas"] is KeyEffect.MAPPED
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds.json", '{"zero_optimization": {"stage": 3}}'),
+        ("cli.yaml", "trainer: {strategy: fsdp, precision: bf16-mixed}\n"),
+        ("a.yaml", "distributed_type: FSDP\n"),
+    ],
+)
+def test_one_key_that_no_other_tool_has_is_enough(name, text, tmp_path):
+    factor = load(write(tmp_path, name, text), [TINY, "devices=4"]).spec.factors[0]
+    assert factor.degree == 4 and str(factor.placement).startswith(("S*", "M"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing.json", "missing.json"),
+        (".", "directory"),
+        ("novel.yaml", "neither a spec nor a config of a known tool"),
+    ],
+)
+def test_a_file_that_cannot_be_converted_is_reported_before_its_devices(
+    name, said, tmp_path, capsys
+):
+    write(tmp_path, "novel.yaml", "novel: 1\n")
+    command = ["convert", str(tmp_path / name), "--model", "llama-tiny", "--devices", "8"]
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "--devices" not in shown
+
+
+def test_the_advice_for_an_open_model_and_mesh_works_for_every_command(tmp_path):
+    file = write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(SpecError) as caught:
+        load(file)
+    remedies = [re.findall(r"Add `(.*?)`", fault.remedy)[0] for fault in caught.value.faults]
+    assert load(file, remedies).spec.world_size == 8
+
+
+def test_control_codes_of_keys_are_printed_as_numbers(tmp_path, capsys):
+    text = DEEPSPEED.replace('"novel"', r'"evil\u001b[31mkey"')
+    assert main(["convert", str(write(tmp_path, "ds.json", text)), TINY]) == 0
+    assert "\x1b" not in capsys.readouterr().err

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "ptrain"
 LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|by_rank|cost|word|wording|timeline|import_path|installed|processor"
-    r"|output|codec|commands|files)",
+    r"|output|codec|command_options|commands|files)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rates(\..*)?",
