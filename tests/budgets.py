@@ -24,41 +24,41 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53890,
+    "ptrain": 54290,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1170,
-    "ptrain/axes/data": 2390,
+    "ptrain/axes/data": 2400,
     "ptrain/axes/expert": 560,
     "ptrain/axes/pipeline": 1550,
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
     "ptrain/charts": 1320,
-    "ptrain/cli": 2150,
+    "ptrain/cli": 2380,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
-    "ptrain/derivation": 5040,
+    "ptrain/derivation": 5050,
     "ptrain/facts": 870,
     "ptrain/internals": 470,
     "ptrain/interpreter": 1100,
     "ptrain/meters": 1470,
     "ptrain/models": 5300,
-    "ptrain/optimizers": 640,
+    "ptrain/optimizers": 680,
     "ptrain/plan": 520,
     "ptrain/rates": 370,
     "ptrain/report": 2440,
     "ptrain/runtime": 1030,
-    "ptrain/selection": 2760,
+    "ptrain/selection": 2770,
     "ptrain/simulation": 1050,
-    "ptrain/spec": 4680,
+    "ptrain/spec": 4730,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
-    "ptrain/train": 3140,
+    "ptrain/train": 3180,
     "ptrain/verification": 6120,
 }
-ONE_IMPORTER = 44  # modules that exactly one other imports
-SMALL_MODULES = 35  # modules with fewer lines than SMALL
+ONE_IMPORTER = 46  # modules that exactly one other imports
+SMALL_MODULES = 36  # modules with fewer lines than SMALL
 # end
 
 
