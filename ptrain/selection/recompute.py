@@ -26,7 +26,6 @@ from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import DATA_AXES, Axis, Factor, M, R
 from ptrain.spec.spec import ActivationSpec, Spec, require_auto_micro
 from ptrain.spec.write import to_mapping
@@ -238,9 +237,8 @@ def _candidates(spec: Spec) -> Iterator[Spec]:
     said = spec.resolved["batch"]
     assert isinstance(said, dict), "a section"
     samples = spec.batch.global_samples // spec.data_degree
-    # With fewer micro-batches than stages, 1F1B computes less than it waits.
-    is_1f1b = spec.pipeline.schedule is ScheduleName.ONE_F_ONE_B
-    least = min(spec.degree(Axis.PP), samples) if is_1f1b else 1
+    # With fewer micro-batches than ranks, a pipeline computes less than it waits.
+    least = min(spec.degree(Axis.PP), samples)
     sizes = [micro for micro in divisors(samples) if samples // micro >= least] if samples else []
     for micro in reversed(sizes):
         variant = with_micro(spec, micro)
