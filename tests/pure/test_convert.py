@@ -568,3 +568,21 @@ def test_each_pair_of_the_page_is_what_convert_writes(pair, tmp_path):
     assert plain_placement(got) == plain_placement(wanted)
     assert (got.precision, got.sync) == (wanted.precision, wanted.sync)
     assert got.activations == wanted.activations and got.batch.micro == wanted.batch.micro
+
+
+@pytest.mark.parametrize(
+    ("spec", "override", "tool", "is_lost"),
+    [
+        ("checkpoint-full", "recompute.every=2", "accelerate", True),
+        ("checkpoint-full", "recompute.every=2", "trainer", True),
+        ("checkpoint-full", "recompute.every=2", "torchtitan", False),
+        ("pp-1f1b", "pipeline.stages=4", "torchtitan", True),
+        ("pp-1f1b", "pipeline.schedule=gpipe", "torchtitan", False),
+    ],
+)
+def test_an_option_that_no_row_writes_is_named(spec, override, tool, is_lost):
+    mapping = minimal_spec(load(spec, [override]).spec).mapping
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    _, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
+    lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
+    assert (override.partition("=")[0] in lost) is is_lost
