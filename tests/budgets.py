@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53890,
+    "ptrain": 53920,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
     "ptrain/charts": 1320,
-    "ptrain/cli": 2150,
+    "ptrain/cli": 2160,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5040,
@@ -51,7 +51,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/runtime": 1030,
     "ptrain/selection": 2760,
     "ptrain/simulation": 1050,
-    "ptrain/spec": 4680,
+    "ptrain/spec": 4700,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
     "ptrain/train": 3140,

@@ -326,8 +326,7 @@ class _Writer:
     def _write_placement(self) -> None:
         """Write the settings of the rows that place each axis as the spec does."""
         rows = placement_rows(self.tool["flags"][0])
-        kept, casts = self.flat.get(("activations",), "R"), []
-        data = self.data
+        kept, casts, data = self.flat.get(("activations",), "R"), [], self.data
         for axis in (axis for axis in DATA_NAMES if axis in self.tuples):
             modes = self.tuples.pop(axis)
             kept = modes[3] if kept == "R" else kept
@@ -409,7 +408,7 @@ class _Writer:
 
     def _write_case(self, rows: Sequence[PlacementRow]) -> str:
         """Write the first settings that contradict none before; return them, or ""."""
-        for row, case in ((row, case) for row in rows for case in row.cases):
+        for row, case in ((each, case) for each in rows for case in each.cases):
             if any(not self._can_write(key, text) for key, text in case.items()):
                 continue
             fixed = {key: parse_value(text, "").root for key, text in case.items() if text != "N"}
