@@ -306,13 +306,15 @@ class _Writer:
                     break
         implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
         implied |= {("recompute", "policy"), *self.settled}
+        has_model = any(route[0] == "model" for route in written)
         for route, value in self.flat.items():
-            is_told = route[0] in (*placed, "cluster", "model") or route in written | implied
-            if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
+            is_told = route[0] in (*placed, "cluster") or route in written | implied
+            is_told |= route[0] == "model" and not has_model
+            if not is_told and (route[0] in ("batch", "model") or value != self.usual.get(route)):
                 self._add_outcome(
                     route, KeyEffect.UNSUPPORTED, note=f"{self.tool['title']} has no such key."
                 )
-        if not any(route[0] == "model" for route in written):
+        if not has_model:
             note = f"The model is not in a config of {self.tool['title']}."
             self.outcomes.append(KeyOutcome("model", None, KeyEffect.UNSUPPORTED, note=note))
         return self._nest_keys(), self.outcomes

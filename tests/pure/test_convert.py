@@ -586,3 +586,9 @@ def test_an_option_that_no_row_writes_is_named(spec, override, tool, is_lost):
     _, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
     lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
     assert (override.partition("=")[0] in lost) is is_lost
+
+
+def test_each_field_of_a_model_that_megatron_has_no_key_for_is_named(tmp_path):
+    _, lost = written_config("zero3", "megatron", tmp_path)
+    written = (tmp_path / "zero3-megatron.sh").read_text(encoding="utf-8")
+    assert "--num-layers" in written and {"model.family"} <= lost
