@@ -269,6 +269,7 @@ class _Writer:
         self.config: dict[str, object] = {}
         self.data: dict[str, tuple[str, ...]] = {}  # the modes of the data axes
         self.outcomes: list[KeyOutcome] = []
+        self.settled: set[Route] = set()  # options of the rows that are written
         self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
         reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
         self.flat[("reshard",)] = self.flat.get(("reshard",), reshard)
@@ -291,7 +292,7 @@ class _Writer:
         table = dict(first)
         for key in self.tool.get("writes", ()):
             table[key] = next(rows[key] for rows in others if key in rows)
-        placed = ("reshard", "activations", "recompute", "mesh", "placement", "context", "pipeline")
+        placed = ("reshard", "activations", "mesh", "placement")
         written = self.written
         for key, said in table.items():
             if re.fullmatch(self.tool.get("unwritten", ""), key):
@@ -304,13 +305,16 @@ class _Writer:
                     written.add(route)
                     break
         implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
+        implied |= {("recompute", "policy"), *self.settled}
+        has_model = any(route[0] == "model" for route in written)
         for route, value in self.flat.items():
-            is_told = route[0] in (*placed, "cluster", "model") or route in written | implied
-            if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
+            is_told = route[0] in (*placed, "cluster") or route in written | implied
+            is_told |= route[0] == "model" and not has_model
+            if not is_told and (route[0] in ("batch", "model") or value != self.usual.get(route)):
                 self._add_outcome(
                     route, KeyEffect.UNSUPPORTED, note=f"{self.tool['title']} has no such key."
                 )
-        if not any(route[0] == "model" for route in written):
+        if not has_model:
             note = f"The model is not in a config of {self.tool['title']}."
             self.outcomes.append(KeyOutcome("model", None, KeyEffect.UNSUPPORTED, note=note))
         return self._nest_keys(), self.outcomes
@@ -324,8 +328,7 @@ class _Writer:
     def _write_placement(self) -> None:
         """Write the settings of the rows that place each axis as the spec does."""
         rows = placement_rows(self.tool["flags"][0])
-        kept, casts = self.flat.get(("activations",), "R"), []
-        data = self.data
+        kept, casts, data = self.flat.get(("activations",), "R"), [], self.data
         for axis in (axis for axis in DATA_NAMES if axis in self.tuples):
             modes = self.tuples.pop(axis)
             kept = modes[3] if kept == "R" else kept
@@ -366,14 +369,17 @@ class _Writer:
                 note = f"{self.tool['title']} has no setting for it: written as {written}."
                 self._add_outcome(("reshard",), KeyEffect.UNSUPPORTED, note=note)
         if kept != "R":
-            policy = self.flat.get(("recompute",), "full")
+            policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
+            every = ("recompute", "every")
             fitting = [
                 row
                 for row in rows
                 if row.family == "activations"
                 and next(iter(row.tuples.values()))[3] == kept
                 and row.settings.get(("recompute",), "full") == policy
+                and row.settings.get(every) in (None, self.flat.get(every))
             ]
+            fitting.sort(key=lambda row: every not in row.settings)  # stable
             if case := self._write_case(fitting):
                 self._add_outcome(("activations",), KeyEffect.MAPPED, case)
             else:
@@ -404,12 +410,14 @@ class _Writer:
 
     def _write_case(self, rows: Sequence[PlacementRow]) -> str:
         """Write the first settings that contradict none before; return them, or ""."""
-        for case in (case for row in rows for case in row.cases):
+        for row, case in ((each, case) for each in rows for case in each.cases):
             if any(not self._can_write(key, text) for key, text in case.items()):
                 continue
             fixed = {key: parse_value(text, "").root for key, text in case.items() if text != "N"}
             if all(self.config.get(key, value) == value for key, value in fixed.items()):
                 self.config |= fixed
+                leaves = iter_leaves((), {".".join(r): value for r, value in row.settings.items()})
+                self.settled |= {tuple(".".join(route).split(".")) for route, _ in leaves}
                 for name, axis in (self._degree_key(key) for key in case if case[key] == "N"):
                     self.config[name] = self.flat.get(("mesh", axis), 1)
                     self.written.add(("mesh", axis))

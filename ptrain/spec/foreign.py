@@ -311,6 +311,8 @@ class _Converter:
             note = re.sub(f"^(Remove it: |{DIFFERS})", "", note)
             return KeyOutcome(key, value, outcome, note=note[:1].upper() + note[1:])
         outcome = KeyEffect.DIFFERS if note.startswith(DIFFERS) else KeyEffect.MAPPED
+        if place == "devices" and self.ranks and self.ranks != self._count_ranks({}):
+            return KeyOutcome(key, value, KeyEffect.DIFFERS, place, f"{self.ranks} replaces it.")
         if place in ("model", "devices"):
             return KeyOutcome(key, value, outcome, place)
         setting = self._keep_setting(

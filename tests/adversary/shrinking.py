@@ -117,7 +117,8 @@ def _remove_key(written: Written, routes: Sequence[Route]) -> Written:
         node = smaller
         for name in above:
             node = node.get(name, {})
-        node.pop(key, None)
+        if isinstance(node, dict):  # not a placement by its name
+            node.pop(key, None)
     return smaller
 
 

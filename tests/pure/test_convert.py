@@ -520,3 +520,75 @@ def test_control_codes_of_keys_are_printed_as_numbers(tmp_path, capsys):
     text = DEEPSPEED.replace('"novel"', r'"evil\u001b[31mkey"')
     assert main(["convert", str(write(tmp_path, "ds.json", text)), TINY]) == 0
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_number_of_devices_that_the_command_replaces_differs(tmp_path):
+    file = write(tmp_path, "a.yaml", "distributed_type: FSDP\nnum_processes: 8\n")
+    assert outcomes(file, TINY, "devices=8")["num_processes"] is KeyEffect.MAPPED
+    assert outcomes(file, TINY, "devices=16")["num_processes"] is KeyEffect.DIFFERS
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_defaults_of_stage_3_are_assumed_at_stage_3_alone(stage, tmp_path):
+    file = write(tmp_path, "ds.json", f'{{"zero_optimization": {{"stage": {stage}}}}}')
+    rows = outcomes(file, TINY, "devices=8")
+    assert ("zero_optimization.stage3_max_reuse_distance" in rows) is (stage == 3)
+
+
+def test_defaults_of_the_optimizer_are_those_of_the_tool(tmp_path):
+    file = write(tmp_path, "args.json", TRAINER)
+    optimizer = load(file, ["devices=16"]).spec.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (5e-5, 0.0, (0.9, 0.999))
+    assert outcomes(file, "devices=16")["learning_rate"] is KeyEffect.ASSUMED
+    file = write(tmp_path, "run.sh", MEGATRON)
+    spec = load(file).spec
+    assert (spec.model.hidden_dropout, spec.model.attention_dropout) == (0.1, 0.1)
+    assert (spec.optimizer.weight_decay, spec.optimizer.betas) == (0.01, (0.9, 0.999))
+
+
+def test_query_groups_of_megatron_need_their_switch(tmp_path):
+    file = write(tmp_path, "run.sh", MEGATRON.replace("--swiglu", "--num-query-groups 4 --swiglu"))
+    assert outcomes(file)["num-query-groups"] is KeyEffect.DIFFERS
+
+
+PAIRS = re.findall(
+    r"```(\w*)\n((?:(?!```).)*)```\n\n```yaml\n(name: from-(?!fsdp)((?:(?!```).)*))```",
+    Path("docs/coming-from.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[3].split()[0])
+def test_each_pair_of_the_page_is_what_convert_writes(pair, tmp_path):
+    form, text, spec, _ = pair
+    suffix = {"yml": "yaml", "": "sh"}.get(form, form)
+    wanted = load(write(tmp_path, "wanted.yaml", spec)).spec
+    overrides = [f"devices={wanted.world_size}", "model={preset: llama3-8b}"]
+    got = load(write(tmp_path, f"file.{suffix}", text), overrides).spec
+    assert plain_placement(got) == plain_placement(wanted)
+    assert (got.precision, got.sync) == (wanted.precision, wanted.sync)
+    assert got.activations == wanted.activations and got.batch.micro == wanted.batch.micro
+
+
+@pytest.mark.parametrize(
+    ("spec", "override", "tool", "is_lost"),
+    [
+        ("checkpoint-full", "recompute.every=2", "accelerate", True),
+        ("checkpoint-full", "recompute.every=2", "trainer", True),
+        ("checkpoint-full", "recompute.every=2", "torchtitan", False),
+        ("pp-1f1b", "pipeline.stages=4", "torchtitan", True),
+        ("pp-1f1b", "pipeline.schedule=gpipe", "torchtitan", False),
+    ],
+)
+def test_an_option_that_no_row_writes_is_named(spec, override, tool, is_lost):
+    mapping = minimal_spec(load(spec, [override]).spec).mapping
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    _, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
+    lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
+    assert (override.partition("=")[0] in lost) is is_lost
+
+
+def test_each_field_of_a_model_that_megatron_has_no_key_for_is_named(tmp_path):
+    _, lost = written_config("zero3", "megatron", tmp_path)
+    written = (tmp_path / "zero3-megatron.sh").read_text(encoding="utf-8")
+    assert "--num-layers" in written and {"model.family"} <= lost

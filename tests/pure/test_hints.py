@@ -168,7 +168,7 @@ gradient_checkpointing=true -> activations=M
 train.gradient_checkpointing=true -> activations=M
 learning_rate=1e-4 -> optimizer.lr=0.0001
 weight_decay=0.1 -> optimizer.weight_decay=0.1
-adam_beta1=0.8 -> optimizer.betas=[0.8, 0.95]
+adam_beta1=0.8 -> optimizer.betas=[0.8, 0.999]
 adam_epsilon=1e-6 -> optimizer.eps=1e-06
 max_grad_norm=1.0 -> optimizer.clip=1.0
 lr_scheduler_type=cosine -> optimizer.schedule.decay_steps=STEPS

@@ -75,13 +75,13 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(monkeypatch)
 
     monkeypatch.setattr(search, "compare_columns", always)
     account = search.SearchReport()
-    search.examine(55, account)
-    search.examine(56, account)
+    search.examine(57, account)
+    search.examine(58, account)
     failure, again = account.failures
     assert again.smallest is None, "its kind of figure was seen"
     page = "\n".join(account.page())
     assert failure.smallest["mesh"] == {}
-    assert "Seed 55 (1 figures: operations again); the smallest:" in page
+    assert "Seed 57 (1 figures: operations again); the smallest:" in page
     assert "| ptrain simulate /dev/stdin --rank 0" in page
     assert "rank 0: operations again: exact 4, simulated 1 (-3)" in page
 
