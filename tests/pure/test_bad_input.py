@@ -37,7 +37,7 @@ LINES = [
     # unknown, missing and doubled keys
     ("name: good", "nmae: good", "nmae", "unknown key 'nmae'", "Did you mean 'name'"),
     ("mesh: {dp_shard", "mesh: {dp_shrad", "mesh.dp_shrad", "unknown key", "'dp_shard'"),
-    ("lr: 3e-4", "learning: 3e-4", "optimizer.learning", "unknown key", "Keys here: name, lr"),
+    ("lr: 3e-4", "learning: 3e-4", "optimizer.learning", "unknown key", "`ptrain help optimizer`"),
     ("name: good", "<<: good", "<<", "unknown key", "Run `ptrain help keys`"),
     ("seed: 0", "seed: 0, seed: 1", "train.seed", "appears twice (first in line 9)", "Remove one"),
     ("train:", "mesh: {}\ntrain:", "mesh", "appears twice (first in line 3)", "Remove one"),
