@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -72,6 +73,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PTRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(cache, "_package_version", lambda name, otherwise=None: f"{name} 1.0")
+    # Modules that earlier tests of this process wrote and loaded are not younger than the process.
+    monkeypatch.setattr(cache, "_STARTED", time.time())
     return tmp_path / "caches" / "ptrain"
 
 
