@@ -19,7 +19,7 @@ from typing import Any
 from ptrain.charts.canvas import write_atomically
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError, SpecError, input_error
-from ptrain.report.printed import minimal_spec
+from ptrain.report.printed import minimal_spec, sparse_mapping
 from ptrain.report.screen import print_lines, screen_width
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.foreign import (
@@ -106,7 +106,7 @@ def _write_spec(
             return error.exit_code
         print_lines(_outcome_table(conversion.outcomes), stream=sys.stderr)
         raise
-    mapping = minimal_spec(spec).mapping
+    mapping = sparse_mapping(spec)
     _print_result(to_yaml(mapping), mapping, conversion.outcomes, args)
     return 0
 

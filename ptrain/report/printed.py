@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
 from ptrain.cost import PLACED, Estimate, State
 from ptrain.derivation.estimate import Derivation
+from ptrain.errors import SpecError
 from ptrain.plan.show import format_plan
 from ptrain.report.predict import estimate_tables, prediction_of, prediction_screen
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.spec.keys import data_axis_dials
+from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
@@ -50,6 +52,7 @@ def _(selection: PlacementRanking) -> str:
     return selection_text(selection)
 
 
+_STATED = ("name", "mesh", "placement", "batch")
 _WRAPPER_DEFAULTS = ("unit", "overlap", "prefetch", "gather_after_update")
 
 
@@ -92,6 +95,52 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
         if not key or not mapping[section]:
             del mapping[section]
     return MinimalSpec(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
+
+
+def sparse_mapping(spec: Spec) -> dict[str, Any]:
+    """Return a mapping that loads to the same spec, without the keys that are set to their default.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        The mapping. The name, the mesh, the placement and the batch stay.
+    """
+    mapping = minimal_spec(spec).mapping
+    placement = mapping["placement"]
+    assert isinstance(placement, dict), "a placement has axes"
+    for axis, modes in placement.items():
+        if "rest" not in modes:
+            placement[axis] = ",".join(modes.values())
+    _drop_defaults(spec, mapping, mapping, kept=_STATED)
+    return mapping
+
+
+def _drop_defaults(
+    spec: Spec, mapping: dict[str, Any], node: dict[str, Any], kept: tuple[str, ...] = ()
+) -> None:
+    """Remove each key of a section, or of a section in it, without which the spec is the same."""
+    # From the last key: a preset comes before the sizes that follow from it. The family comes
+    # first, because the options of a shape are those that differ from it.
+    for key in sorted(reversed(list(node)), key=lambda key: key != "family"):
+        if key in kept or _drop_default(spec, mapping, node, key):
+            continue
+        if isinstance(node[key], dict):
+            _drop_defaults(spec, mapping, node[key])
+
+
+def _drop_default(spec: Spec, mapping: dict[str, Any], node: dict[str, Any], key: str) -> bool:
+    """Remove a key if the mapping then still loads to the spec; return True if it does."""
+    before = dict(node)
+    del node[key]
+    try:
+        if replace(load(mapping).spec, resolved=spec.resolved) == spec:
+            return True
+    except SpecError:
+        pass  # a key that others need
+    node.clear()
+    node.update(before)  # in the same order
+    return False
 
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:

@@ -12,6 +12,7 @@ from ptrain.cost import PLACED
 from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.model import (
@@ -135,10 +136,11 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
 
     Values that follow from others and would not fit another mesh or placement are left out:
     `accumulate`, the number of stages, and `sync.gradients` unless `sync_is_written`. So are
-    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`) and dials that the wrapper
-    chooses.
+    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`), keys that only other
+    optimizers read, and dials that the wrapper chooses.
     """
     said = section_mapping(spec)
+    said["optimizer"] = _optimizer_section(spec.optimizer)
     sync = said["sync"]
     assert isinstance(sync, dict), "a section"
     if not sync_is_written:
@@ -166,6 +168,15 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     }
     cluster = {"cluster": section_mapping(spec.cluster)} if spec.cluster else {}
     return {**first, **said, **cluster, **activation_keys(spec)}
+
+
+def _optimizer_section(optimizer: OptimizerSpec) -> dict[str, object]:
+    """Return the section without the keys that only other optimizers read."""
+    read = [*optimizer.rows]
+    read += [OPTIMIZERS[row.remainder] for row in read if row.remainder]
+    unread = {key for row in OPTIMIZERS.values() for key in row.keys}
+    unread = unread.difference(*(row.keys for row in read))
+    return {key: value for key, value in section_mapping(optimizer).items() if key not in unread}
 
 
 def _tuples_value(factor: Factor) -> dict[str, object]:
@@ -286,12 +297,13 @@ _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
 def omitted_sections() -> dict[str, object]:
-    """Return the sections that `to_mapping` leaves out, with their defaults."""
+    """Return the sections that `to_mapping` leaves out, whole or in part, with their defaults."""
     return {
         "offload": section_mapping(Offload()),
         "frozen": section_mapping(FrozenSpec()),
         "tensor": section_mapping(TensorSpec()),
         "pipeline": section_mapping(PipelineSpec()),
+        "optimizer": section_mapping(OptimizerSpec()),
         **UNWRITTEN,
     }
 

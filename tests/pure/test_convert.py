@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from ptrain.cli.convert import _config_text, _model_section, write_config
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
-from ptrain.report.printed import minimal_spec
+from ptrain.report.printed import minimal_spec, sparse_mapping
 from ptrain.spec.foreign import KeyEffect, find_answer, foreign_keys, load_hints
+from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.foreign_rows import placement_rows
 from ptrain.spec.load import load, read_conversion
 from ptrain.spec.names import list_files, load_names
@@ -592,3 +595,43 @@ def test_each_field_of_a_model_that_megatron_has_no_key_for_is_named(tmp_path):
     _, lost = written_config("zero3", "megatron", tmp_path)
     written = (tmp_path / "zero3-megatron.sh").read_text(encoding="utf-8")
     assert "--num-layers" in written and {"model.family"} <= lost
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_converted_spec_has_the_values_that_differ_from_defaults_alone(name, tmp_path):
+    file = write(tmp_path, name, FILES[name][0])
+    spec = load(file, overrides(name)).spec
+    mapping = sparse_mapping(spec)
+    again = load(mapping).spec
+    assert replace(again, resolved=spec.resolved) == spec
+    for route, value in iter_leaves((), mapping):
+        if route[0] in ("name", "mesh", "placement", "batch"):
+            continue
+        without = copy.deepcopy(mapping)
+        section: Any = without
+        for key in route[:-1]:
+            section = section[key]
+        del section[route[-1]]
+        try:
+            left = load(without).spec
+        except SpecError:
+            continue
+        assert replace(left, resolved=spec.resolved) != spec, (route, value)
+    assert "eps2" not in str(mapping) and "timeout" not in mapping
+
+
+def test_a_published_model_is_written_as_its_preset(tmp_path):
+    file = write(tmp_path, "args.json", TRAINER)
+    mapping = sparse_mapping(load(file, ["devices=16"]).spec)
+    assert mapping["model"] == {"preset": "mistral-7b"}
+    assert mapping["placement"] == {"dp_shard": "M,S,S,R"}
+
+
+def test_flags_of_megatron_for_a_llama_are_its_family(tmp_path):
+    file = write(tmp_path, "run.sh", MEGATRON.replace("--seq", "--hidden-dropout 0 --seq"))
+    model = sparse_mapping(load(file).spec)["model"]
+    options = ("family", "norm", "activation", "bias", "positions", "tied", "hidden_dropout")
+    assert model["layers"] == 4 and not {*options} & model.keys()
+    text = MEGATRON.replace("--swiglu", "--squared-relu").replace(" --disable-bias-linear", "")
+    model = sparse_mapping(load(write(tmp_path, "run.sh", text)).spec)["model"]
+    assert (model["activation"], model["bias"]) == ("relu2", "all")
