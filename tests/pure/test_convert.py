@@ -628,10 +628,10 @@ def test_a_published_model_is_written_as_its_preset(tmp_path):
 
 
 def test_flags_of_megatron_for_a_llama_are_its_family(tmp_path):
-    file = write(tmp_path, "run.sh", MEGATRON.replace("--seq", "--hidden-dropout 0 --seq"))
+    file = write(tmp_path, "run.sh", MEGATRON.replace("--swiglu", "--hidden-dropout 0 --swiglu"))
     model = sparse_mapping(load(file).spec)["model"]
     options = ("family", "norm", "activation", "bias", "positions", "tied", "hidden_dropout")
     assert model["layers"] == 4 and not {*options} & model.keys()
     text = MEGATRON.replace("--swiglu", "--squared-relu").replace(" --disable-bias-linear", "")
     model = sparse_mapping(load(write(tmp_path, "run.sh", text)).spec)["model"]
-    assert (model["activation"], model["bias"]) == ("relu2", "all")
+    assert (model["activation"], model["family"]) == ("relu2", "gpt")
