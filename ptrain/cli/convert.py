@@ -35,12 +35,14 @@ from ptrain.spec.foreign import (
     is_spec,
     load_hints,
     set_value,
+    shared_answer,
 )
 from ptrain.spec.foreign_files import iter_leaves, read_tree
 from ptrain.spec.foreign_rows import (
     DATA_NAMES,
     PlacementRow,
     as_tuple,
+    choose_rows,
     is_case,
     is_number,
     placement_rows,
@@ -48,10 +50,12 @@ from ptrain.spec.foreign_rows import (
 )
 from ptrain.spec.leaf import Route
 from ptrain.spec.load import load, read_conversion, split_arguments
+from ptrain.spec.model import ModelShape
 from ptrain.spec.names import load_names
 from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value, to_flow_yaml
-from ptrain.spec.write import to_yaml
+from ptrain.spec.write import SIZES, keys_of_shape, to_yaml
 
 _SHOWN = 28  # letters of a value
 _OPTIONS = {  # the options of a strategy that decide its row, by family
@@ -78,10 +82,7 @@ def run(args: Namespace) -> int:
             finding = "is a spec, not a config of another tool"
             raise input_error(sources[0], finding, "Add `--to TOOL`, such as `--to accelerate`.")
         return _write_spec(conversion, sources[0], overrides, args)
-    mapping = minimal_spec(load(sources[0], overrides).spec).mapping
-    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
-    usual = minimal_spec(load(plain).spec).mapping
-    config, outcomes = write_config(mapping, usual, args.to)
+    config, outcomes = write_config(load(sources[0], overrides).spec, args.to)
     text = _config_text(config, str(load_hints()["tools"][args.to]["form"]))
     _print_result(text, config, outcomes, args)
     return 0
@@ -241,20 +242,35 @@ def _model_section(name: str) -> dict[str, object]:
     return {key: value for key, value in section.items() if key != "pretrained"}
 
 
-def write_config(
-    spec: Mapping[str, Any], usual: Mapping[str, Any], name: str
-) -> tuple[dict[str, Any], list[KeyOutcome]]:
+def write_config(spec: Spec, name: str) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """Return the config of a tool for a spec, and the outcome of each key of the spec.
 
     Args:
-        spec: A resolved spec as a mapping.
-        usual: The same spec with default options, whose values need no equivalent.
+        spec: A resolved spec.
         name: The tool, a row of `specs/hints.yaml`.
 
     Returns:
         The config, nested as in the tool's file, and the outcomes.
     """
-    return _Writer(spec, usual, load_hints()["tools"][name]).write_keys()
+    tool = load_hints()["tools"][name]
+    mapping = minimal_spec(spec).mapping
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    if isinstance(shape := spec.model, ModelShape):
+        mapping["model"] = _model_keys(shape)
+        plain["model"] = {size: getattr(shape, size) for size in SIZES} | tool.get("shape", {})
+    usual = load(plain).spec
+    default = minimal_spec(usual).mapping
+    if isinstance(usual.model, ModelShape):
+        default["model"] = _model_keys(usual.model)
+    return _Writer(mapping, default, tool).write_keys()
+
+
+def _model_keys(shape: ModelShape) -> dict[str, Any]:
+    """Return all keys of a shape, with the dropouts by place and without the family."""
+    embedding, attention, hidden = shape.dropouts
+    keys = keys_of_shape(shape) | {"attention_dropout": attention, "hidden_dropout": hidden}
+    keys |= {"embedding_dropout": embedding, "head_dim": shape.own_head_dim}
+    return {key: keys[key] for key in keys if key not in ("family", "dropout")}
 
 
 class _Writer:
@@ -297,20 +313,24 @@ class _Writer:
         for key, said in table.items():
             if re.fullmatch(self.tool.get("unwritten", ""), key):
                 continue
-            for route, value, is_conditional in self._find_values(said):
+            for route, value, is_conditional, note in self._find_values(said):
+                if self._is_usual(key, route, value):
+                    continue
                 if route not in written or is_conditional:
                     if self.config.get(key) in (None, self.tool.get("always", {}).get(key)):
-                        self.config[key] = value
-                    self._add_outcome(route, KeyEffect.MAPPED, f"{key}={value_text(value)}")
+                        self.config |= {key: value, **self.tool.get("implies", {}).get(key, {})}
+                    outcome = KeyEffect.DIFFERS if note else KeyEffect.MAPPED
+                    self._add_outcome(route, outcome, f"{key}={value_text(value)}", note)
                     written.add(route)
                     break
         implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
+        implied |= {("batch", "global")} if ("batch", "accumulate") in written else set()
         implied |= {("recompute", "policy"), *self.settled}
         has_model = any(route[0] == "model" for route in written)
         for route, value in self.flat.items():
             is_told = route[0] in (*placed, "cluster") or route in written | implied
             is_told |= route[0] == "model" and not has_model
-            if not is_told and (route[0] in ("batch", "model") or value != self.usual.get(route)):
+            if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
                 self._add_outcome(
                     route, KeyEffect.UNSUPPORTED, note=f"{self.tool['title']} has no such key."
                 )
@@ -324,6 +344,13 @@ class _Writer:
     ) -> None:
         row = KeyOutcome(".".join(route), self.flat.get(route), outcome, setting, note)
         self.outcomes.append(row)
+
+    def _is_usual(self, key: str, route: Route, value: object) -> bool:
+        """Return True if a value is that of a file without the key: 0, or an option of a model."""
+        if key in self.tool.get("defaults", {}) or self.flat[route] != self.usual.get(route):
+            return False
+        is_option = route[0] == "model" and route[-1] not in SIZES
+        return is_option or (is_number(value) and value == 0)
 
     def _write_placement(self) -> None:
         """Write the settings of the rows that place each axis as the spec does."""
@@ -363,11 +390,13 @@ class _Writer:
             self.config = before
             self._write_rows([best] if best else [], data)
             self._write_case(casts)
-            if best and not self._has_options(best):
-                resharded = best.settings.get(("reshard",), True)
+            read = choose_rows(self.tool["flags"], {**self.tool.get("defaults", {}), **self.config})
+            row = read.get("data", best)
+            resharded = row.settings.get(("reshard",), True) if row else self.flat[is_kept]
+            if resharded != self.flat[is_kept]:
                 written = to_flow_yaml(resharded)
                 note = f"{self.tool['title']} has no setting for it: written as {written}."
-                self._add_outcome(("reshard",), KeyEffect.UNSUPPORTED, note=note)
+                self._add_outcome(is_kept, KeyEffect.UNSUPPORTED, note=note)
         if kept != "R":
             policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
             every = ("recompute", "every")
@@ -437,33 +466,41 @@ class _Writer:
         match = None if is_left_out else re.match(r"mesh\.(\w+)=N", answer)
         return full, match[1] if match else ""
 
-    def _find_values(self, said: Said) -> Iterator[tuple[Route, object, bool]]:
-        """Yield the key of the spec that a key of the tool stands for, the tool's value, and
-        whether it depends on other keys, for each answer that the spec agrees with."""
+    def _find_values(self, said: Said) -> Iterator[tuple[Route, object, bool, str]]:
+        """Yield the key of the spec that a key of the tool stands for, the tool's value, whether it
+        depends on other keys, and a note if the tool does something else, for each answer that the
+        spec agrees with."""
         cases = {"": said} if isinstance(said, str) else said
         for case, text in cases.items():
             word, *conditions = case.split(" & ")
-            match = ANSWER.fullmatch(text)  # answers of `shared` say what differs
+            match = ANSWER.fullmatch(shared_answer(text))
             route = tuple(match[1].split(".")) if match else ()
-            if not match or "=" in word or (match[3] or "").startswith(DIFFERS):
+            if not match or "=" in word or route not in self.flat or route[0] == "placement":
                 continue
-            if self.flat.get(route) is None or route[0] == "placement":
+            note = match[3] if (match[3] or "").startswith(DIFFERS) else ""
+            if note and self.flat[route] == self.usual.get(route):
                 continue
             is_sharded = any(modes[0][0] in "SM" for modes in self.data.values())
             config = {**self.config, "placed": "sharded" if is_sharded else "replicated"}
             if not all(is_case(part, None, config) for part in conditions):
                 continue
             right, given = match[2], self.flat[route]
-            if re.search(r"\bN\b", right):
+            note = note.removeprefix(DIFFERS)
+            if right == "VALUE" and isinstance(given, list):
+                yield route, given, False, note
+            elif match := re.fullmatch(r"N/\{(\w+)\}", right):
+                yield route, float(f"{given * self.config[match[1]]:.12g}"), True, note
+            elif re.search(r"\bN\b", right):
                 items = re.findall(r"[\w.]+", right)
                 value = given[items.index("N")] if isinstance(given, list) else given
                 if is_number(value) and (len(items) > 1) == isinstance(given, list):
-                    yield route, value, isinstance(given, list)
+                    yield route, value, isinstance(given, list), note
             elif parse_value(right, "").root == given and (word != "else" or "false" in cases):
                 yield (
                     route,
                     True if word in ("", "else") else parse_value(word, "").root,
                     bool(conditions),
+                    note,
                 )
 
     def _nest_keys(self) -> dict[str, Any]:

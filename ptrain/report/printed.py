@@ -122,7 +122,8 @@ def _drop_defaults(
     """Remove each key of a section, or of a section in it, without which the spec is the same."""
     # From the last key: a preset comes before the sizes that follow from it. The family comes
     # first, because the options of a shape are those that differ from it.
-    for key in sorted(reversed(list(node)), key=lambda key: key != "family"):
+    keys = list(node)[::-1]
+    for key in sorted(keys, key=lambda key: key != "family"):
         if key in kept or _drop_default(spec, mapping, node, key):
             continue
         if isinstance(node[key], dict):

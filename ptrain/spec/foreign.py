@@ -38,6 +38,7 @@ Said = str | Mapping[str, str]
 
 ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
 _KEY = re.compile(r"\{([\w.]+)\}")  # {max_steps}: the value of another key of the file
+_TERM = re.compile(r"(\d[\d.e-]*)([*/])(\d[\d.e-]*)")  # 128*8
 _OPEN = re.compile(r"\b[A-Z]{2,}\b(?!\.)")  # STEPS, FOLDER: a value that only the user knows
 DIFFERS = "It does something else: "
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
@@ -115,8 +116,12 @@ def find_answer(
     if isinstance(said, Mapping):
         cases = (text for case, text in said.items() if is_case(case, value, config))
         said = next(cases, said["else"])
-    answer = said or ""
-    return str(load_hints()["shared"][answer[1:]]) if answer.startswith("@") else answer
+    return shared_answer(said or "")
+
+
+def shared_answer(text: str) -> str:
+    """Return an answer, or the one of `shared` that it names."""
+    return str(load_hints()["shared"][text[1:]]) if text.startswith("@") else text
 
 
 def for_foreign(route: Route, value: object, show: Show) -> str:
@@ -328,7 +333,7 @@ class _Converter:
         outcome = KeyEffect.DIFFERS if note.startswith(DIFFERS) else KeyEffect.MAPPED
         if place == "devices" and self.ranks and self.ranks != self._count_ranks({}):
             return KeyOutcome(key, value, KeyEffect.DIFFERS, place, f"{self.ranks} replaces it.")
-        if place in ("model", "devices"):
+        if place in ("model", "devices") and right == "1":
             return KeyOutcome(key, value, outcome, place)
         setting = self._keep_setting(
             tuple(place.split(".")), right, value, route, is_assumed=is_assumed
@@ -362,7 +367,7 @@ class _Converter:
         is_whole = isinstance(value, float) and abs(value) >= 1 and value.is_integer()
         number = int(value) if is_whole else value
         text, right = right, re.sub(r"\bN\b", str(number), right)
-        right = re.sub(r"(\d+)\*(\d+)", lambda pair: str(int(pair[1]) * int(pair[2])), right)
+        right = _TERM.sub(_evaluate_term, right)
         parsed = parse_value(right, "").root
         if isinstance(parsed, list) and "N" in text:  # one of two numbers, such as beta1
             at = re.findall(r"[\w.]+", text).index("N")
@@ -381,6 +386,10 @@ class _Converter:
         elif any(route[0] == "model" for route in self.settings):
             shape = self.tool.get("shape", {}).items()
             self.settings |= {("model", key): text for key, text in shape}
+            is_given = re.search(r"vocab|preset|model=", self.models)
+            if shape and ("model", "vocab") not in self.settings and not is_given:
+                remedy = "Add `model.vocab=N`: the number of tokens of the tokenizer."
+                self._reject_key(("model",), "the file has no size of the vocabulary", remedy)
         elif not self.models:
             said = f"{'-'.join(filter(None, words)) or 'the file'} names no model that is built in"
             file = to_flow_yaml(str(self.path))
@@ -499,6 +508,12 @@ def set_value(mapping: dict[str, Any], route: Route, value: object) -> None:
         held |= value if isinstance(value, dict) else {_WORD_OF.get(route[-1], "kind"): value}
     else:
         node[route[-1]] = value
+
+
+def _evaluate_term(term: re.Match[str]) -> str:
+    """Return the product or the quotient of two numbers, without the digits of its rounding."""
+    first, second = float(term[1]), float(term[3])
+    return f"{first * second if term[2] == '*' else first / (second or math.inf):.12g}"
 
 
 @cache

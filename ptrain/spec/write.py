@@ -244,7 +244,7 @@ def _model_section(model: ModelSpec) -> dict[str, object]:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in list_files("models") else {}
             begun = _drop_none(pretrained=model.pretrained)
-            sizes = {name: getattr(model, name) for name in _SIZES}
+            sizes = {name: getattr(model, name) for name in SIZES}
             return {
                 **known,
                 **begun,
@@ -288,11 +288,11 @@ def keys_of_shape(model: ModelShape) -> dict[str, Any]:
         key: _file_value(holds, getattr(model, option.name))
         for key, (option, holds) in section_keys(BlockOptions).items()
     }
-    sizes = {name: getattr(model, name) for name in _SIZES}
+    sizes = {name: getattr(model, name) for name in SIZES}
     return {"family": model.family.value, **options, **sizes, "head_dim": model.head_dim}
 
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections import Counter
+import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ptrain.cli.convert import _config_text, _model_section, write_config
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
-from ptrain.report.printed import minimal_spec, sparse_mapping
+from ptrain.plan.lower import lower
+from ptrain.plan.show import format_plan
+from ptrain.report.printed import sparse_mapping
 from ptrain.spec.foreign import KeyEffect, find_answer, foreign_keys, load_hints
 from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.foreign_rows import placement_rows
@@ -156,16 +160,34 @@ def test_a_config_becomes_the_spec_of_its_placement(name, tmp_path):
     assert spec.precision.layout.name == layout
 
 
+def keys_of_text(name: str, text: str) -> list[str]:
+    """Return the keys of a file, by other readers than those of `convert`."""
+    if name.endswith(".sh"):
+        command = text.partition("torchrun")
+        return re.findall(r"--([a-z_\d-]+)", command[0] + command[2].partition("pretrain")[0])
+    reader = tomllib.loads if name.endswith(".toml") else yaml.safe_load
+
+    def names(node: Any, above: str = "") -> Iterator[str]:
+        for key, inner in node.items():
+            if isinstance(inner, dict):
+                yield from names(inner, f"{above}{key}.")
+            else:
+                yield f"{above}{key}"
+
+    return list(names(reader(text)))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_a_file_has_one_outcome(name, tmp_path):
-    file = write(tmp_path, name, FILES[name][0])
-    conversion = read_conversion(file, overrides(name))
+    content = FILES[name][0]
+    conversion = read_conversion(write(tmp_path, name, content), overrides(name))
     assert conversion is not None
     written = [row for row in conversion.outcomes if row.outcome is not KeyEffect.ASSUMED]
-    keys = {part for row in written for part in row.key.replace("-", "_").split(".")}
-    assert len({row.key for row in written}) == len(written)
-    for word in ("seq_len", "fsdp_version", "stage", "sequence_parallel", "novel"):
-        assert (word in FILES[name][0].replace("-", "_")) <= (word in str(keys))
+    assert sorted(row.key for row in written) == sorted(keys_of_text(name, content))
+    mapped = [row for row in written if row.outcome is KeyEffect.MAPPED]
+    assert mapped and all(row.setting for row in mapped)
+    unknown = [row.key for row in written if row.outcome is KeyEffect.UNKNOWN]
+    assert unknown == (["novel.key"] if "novel" in content else [])
 
 
 def test_outcomes_tell_mapped_keys_from_those_that_do_something_else(tmp_path):
@@ -241,6 +263,28 @@ def test_bf16_of_each_deepspeed_strategy_of_lightning_has_a_master_copy(stage, t
     file = write(tmp_path, "cli.yaml", text.replace("NAME", f"deepspeed{stage}"))
     precision = load(file, [TINY]).spec.precision
     assert (precision.layout.name, precision.matmul) == ("zero16", Matmul.NONE)
+
+
+BF16_OF_DEEPSPEED = {
+    "ds.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
+    "a.yaml": "{distributed_type: DEEPSPEED, num_processes: 2, mixed_precision: bf16, "
+    "deepspeed_config: {zero_stage: 3}}",
+    "args.json": '{"per_device_train_batch_size": 1, "bf16": true, "deepspeed": '
+    '{"zero_optimization": {"stage": 3}}}',
+    "axolotl.yml": "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 64\nbf16: true\n"
+    "deepspeed: {zero_optimization: {stage: 3}}\n",
+    "cli.yaml": "trainer: {devices: 2, precision: bf16-mixed, strategy: deepspeed_stage_3}\n",
+}
+
+
+@pytest.mark.parametrize("name", BF16_OF_DEEPSPEED)
+def test_bf16_of_deepspeed_is_reported_as_another_optimizer_state(name, tmp_path):
+    file = write(tmp_path, name, BF16_OF_DEEPSPEED[name])
+    conversion = read_conversion(file, [TINY, "devices=2"])
+    assert conversion is not None
+    rows = [row for row in conversion.outcomes if row.setting == "precision.layout=zero16"]
+    assert [row.outcome for row in rows] == [KeyEffect.DIFFERS] and "master copy" in rows[0].note
+    assert load(file, [TINY, "devices=2"]).spec.precision.layout.name == "zero16"
 
 
 @pytest.mark.parametrize(("device", "modes"), [("cpu", "S*,O,O,R"), ("nvme", "S*,S@file,O,R")])
@@ -334,16 +378,35 @@ def test_a_dictionary_in_python_is_read(tmp_path):
     assert load(file, ["devices=16"]).spec.factors[0].degree == 16
 
 
-def round_trips() -> list[tuple[str, str]]:
-    tools = [name for name, row in load_hints()["tools"].items() if "form" in row]
-    return [(name, tool) for name in list_files("strategies") for tool in tools]
+TOOLS = [name for name, row in load_hints()["tools"].items() if "form" in row]
 
 
-def written_config(name: str, tool: str, folder: Path) -> tuple[Path, set[str]]:
+JOBS: list[tuple[str, ...]] = [(name,) for name in list_files("strategies")]
+JOBS += [
+    ("zero3", "mesh.dp_shard=4"),
+    ("pp-1f1b", "mesh.pp=4"),
+    ("cp-zigzag", "mesh.cp=4"),
+    ("zero3", "reshard=non-root"),
+    ("zero3", "reshard=non-root", "activations=M"),
+    ("zero3-keep", "activations=M"),
+    ("fsdp-mixed", "reshard=non-root"),
+    ("fsdp-mixed", "reshard=false", "precision.reduced=fp32"),
+    ("hsdp", "reshard=non-root"),
+    ("fsdp-offload", "reshard=non-root"),
+    ("ddp", "activations=M"),
+    ("ddp", "precision.matmul=bf16-autocast"),
+    ("ddp", "optimizer.clip=null"),
+    ("ddp", "optimizer.name=sgd", "optimizer.weight_decay=0"),
+    ("ddp", "optimizer.schedule={warmup: 0, decay_steps: 50}"),
+    ("ddp", "loss=fused"),
+    ("zero2", "precision.layout=zero16"),
+    ("zero3", "precision.layout=zero16", "mesh.dp_shard=4"),
+]
+
+
+def written_config(name: str, tool: str, folder: Path, *words: str) -> tuple[Path, set[str]]:
     """Return the file of a tool for a strategy, and the keys that have no equivalent."""
-    mapping = minimal_spec(load(name).spec).mapping
-    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
-    config, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
+    config, rows = write_config(load(name, words).spec, tool)
     form = load_hints()["tools"][tool]["form"]
     suffix = {"arguments": "sh"}.get(form, form)
     lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
@@ -361,21 +424,44 @@ def plain_placement(spec: Any) -> list[tuple[str, int, str, str]]:
     ]
 
 
-def test_a_spec_survives_the_way_to_a_tool_and_back(tmp_path):
-    kept = Counter[str]()
-    for name, tool in round_trips():
-        file, lost = written_config(name, tool, tmp_path)
-        if lost & {"placement", "activations", "precision.layout", "reshard"}:
+def job(spec: Any) -> dict[str, object]:
+    """Return each value of a spec by its key; what recomputes activations, and the model, whole."""
+    values = {".".join(route): value for route, value in iter_leaves((), spec.resolved)}
+    whole = ("activations", "recompute", "model", "name", "data", "cluster")
+    kept = {
+        key: value
+        for key, value in values.items()
+        if key.split(".")[0] not in whole and not key.endswith(".activations")
+    }
+    return kept | {"activations": str(spec.activations), "model": spec.model}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_spec_survives_the_way_to_a_tool_and_back(tool, tmp_path):
+    """Every value that is another one on the way back is named as one without an equivalent."""
+    equal = []
+    for name, *words in JOBS:
+        file, lost = written_config(name, tool, tmp_path, *words)
+        if lost & {"placement", "precision.layout"}:
             continue
-        there = load(name).spec
-        back = load(file, [TINY, f"devices={there.world_size}"]).spec
-        assert plain_placement(back) == plain_placement(there), (name, tool)
-        assert back.activations == there.activations, (name, tool)
-        assert back.precision.layout == there.precision.layout, (name, tool)
-        assert back.pipeline.schedule == there.pipeline.schedule, (name, tool)
-        assert {"batch.micro"} & lost or back.batch.micro == there.batch.micro, (name, tool)
-        kept[tool] += 1
-    assert set(kept) == {tool for _, tool in round_trips()} and min(kept.values()) >= 2, kept
+        there = load(name, words).spec
+        batch = there.resolved["batch"]
+        given = [f"devices={there.world_size}", f"name={name}", f"batch={json.dumps(batch)}"]
+        given = given[: 3 if any("batch" in key for key in lost) else 2]
+        given += [TINY] if "model" in lost else []
+        back = load(file, given).spec
+        before, after = job(there), job(back)
+        differs = {key for key in {**before, **after} if before.get(key) != after.get(key)}
+        named = {"sync.reshard_after_forward" if key == "reshard" else key for key in lost}
+        if "optimizer.name" in lost:  # the keys of another optimizer
+            named |= {key for key in differs if key.startswith("optimizer.")}
+        assert differs <= named, (name, words, differs - named)
+        unplanned = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.schedule")
+        unplanned += ("train.", "log.", "timeout.")  # which no line of a plan shows
+        if all(key.startswith(unplanned) for key in differs):
+            assert format_plan(back, lower(back)) == format_plan(there, lower(there)), (name, words)
+            equal.append((name, *words))
+    assert len(equal) >= 10, equal
 
 
 def test_what_has_no_equivalent_is_named(tmp_path):
@@ -584,17 +670,24 @@ def test_each_pair_of_the_page_is_what_convert_writes(pair, tmp_path):
     ],
 )
 def test_an_option_that_no_row_writes_is_named(spec, override, tool, is_lost):
-    mapping = minimal_spec(load(spec, [override]).spec).mapping
-    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
-    _, rows = write_config(mapping, minimal_spec(load(plain).spec).mapping, tool)
+    _, rows = write_config(load(spec, [override]).spec, tool)
     lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
     assert (override.partition("=")[0] in lost) is is_lost
 
 
-def test_each_field_of_a_model_that_megatron_has_no_key_for_is_named(tmp_path):
-    _, lost = written_config("zero3", "megatron", tmp_path)
-    written = (tmp_path / "zero3-megatron.sh").read_text(encoding="utf-8")
-    assert "--num-layers" in written and {"model.family"} <= lost
+def test_a_model_is_written_with_the_flags_of_megatron_and_without_zeros(tmp_path):
+    file, lost = written_config("zero3", "megatron", tmp_path)
+    written = file.read_text(encoding="utf-8")
+    flags = ("--swiglu", "--normalization rms", "--position-embedding-type rope")
+    flags += ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
+    assert all(flag in written for flag in (*flags, "--num-query-groups 2"))
+    assert not lost and "--moe" not in written and "--save-interval" not in written
+    assert "--hidden-dropout 0.0" in written  # 0.1 is Megatron's default
+    assert load(file).spec.model == load("zero3").spec.model
+    spec = load("zero3", ["model={preset: gpt-tiny}", "model.window=64", "model.norm=rms"]).spec
+    config, rows = write_config(spec, "megatron")
+    assert "swiglu" not in config and config["normalization"] == "rmsnorm"
+    assert [row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED] == ["model.window"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -635,3 +728,96 @@ def test_flags_of_megatron_for_a_llama_are_its_family(tmp_path):
     text = MEGATRON.replace("--swiglu", "--squared-relu").replace(" --disable-bias-linear", "")
     model = sparse_mapping(load(write(tmp_path, "run.sh", text)).spec)["model"]
     assert (model["activation"], model["family"]) == ("relu2", "gpt")
+
+
+TITAN_OF_2024 = """\
+[job]
+dump_folder = "o"
+[training]
+batch_size = 2
+seq_len = 64
+tensor_parallel_degree = 2
+data_parallel_degree = -1
+warmup_steps = 7
+[experimental]
+pipeline_parallel_degree = 2
+enable_async_tensor_parallel = false
+"""
+
+
+def test_keys_of_earlier_versions_of_torchtitan_are_those_of_their_present_section(tmp_path):
+    file = write(tmp_path, "job.toml", TITAN_OF_2024)
+    spec = load(file, [TINY, "devices=8"]).spec
+    assert {f.axis.value: f.degree for f in spec.factors} == {"pp": 2, "dp_shard": 2, "tp": 2}
+    assert spec.optimizer.schedule.warmup == 7
+    rows = outcomes(file, TINY, "devices=8")
+    assert rows["experimental.pipeline_parallel_degree"] is KeyEffect.MAPPED
+    assert KeyEffect.UNKNOWN not in rows.values()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("ds.json", '{"zero_optimization": {}, "optimizer": {"type": "AdamW"}}', (1e-3, 0.999, 0)),
+        ("ds.json", '{"zero_optimization": {}}', (3e-4, 0.95, 0)),
+        ("cli.yaml", "trainer: {}\noptimizer: {class_path: torch.optim.AdamW}", (1e-3, 0.999, 0)),
+        ("args.json", '{"optim": "adamw_torch", "warmup_steps": 3}', (5e-5, 0.999, 3)),
+        ("job.toml", "[job]\n[training]\nsteps = 9\n", (8e-4, 0.95, 200)),
+        ("run.sh", "--micro-batch-size 1 --global-batch-size 2 --lr 1e-4", (1e-4, 0.999, 0)),
+    ],
+)
+def test_what_a_tool_assumes_is_in_the_spec_where_ptrain_assumes_something_else(
+    name, text, wanted, tmp_path
+):
+    spec = load(write(tmp_path, name, text), [TINY, "devices=2"]).spec
+    found = (spec.optimizer.lr, spec.optimizer.betas[1], spec.optimizer.schedule.warmup)
+    assert found == wanted
+    written = str(sparse_mapping(spec).get("optimizer"))
+    assert ("betas" in written) is (wanted[1] == 0.999)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "schedule", "clip"),
+    [
+        (
+            "args.json",
+            '{"max_grad_norm": 0, "max_steps": 70, "lr_scheduler_type": "cosine"}',
+            (70, 0.0),
+            None,
+        ),
+        (
+            "run.sh",
+            "--micro-batch-size 1 --clip-grad 0.0 --train-iters 70 --lr 1e-3 --min-lr 1e-4 "
+            "--lr-decay-style cosine --train-iters 70",
+            (70, 0.1),
+            None,
+        ),
+        ("run.sh", "--micro-batch-size 1 --train-iters 70 --lr-decay-style linear", (0, 0.1), 1),
+        ("ds.json", '{"zero_optimization": {}, "gradient_clipping": 0.0}', (0, 0.1), None),
+        ("cli.yaml", "trainer: {gradient_clip_val: null}", (0, 0.1), None),
+    ],
+)
+def test_schedules_and_switches_of_clipping_are_those_of_the_tool(
+    name, text, schedule, clip, tmp_path
+):
+    optimizer = load(write(tmp_path, name, text), [TINY, "devices=2"]).spec.optimizer
+    assert (optimizer.schedule.decay_steps, optimizer.schedule.min_lr_ratio) == schedule
+    assert optimizer.clip == clip
+
+
+def test_values_that_a_file_lacks_are_named(tmp_path):
+    rows = outcomes(write(tmp_path, "a.yaml", ACCELERATE), TINY)
+    assert {"train.steps", "data", "optimizer.lr"} <= rows.keys()
+    rows = outcomes(write(tmp_path, "args.json", TRAINER), "devices=16")
+    assert "data" in rows and not {"train.steps", "optimizer.lr"} & rows.keys()
+    text = MEGATRON.replace("--vocab-size 512", "")
+    with pytest.raises(SpecError, match=r"model\.vocab=N"):
+        load(write(tmp_path, "run.sh", text))
+
+
+def test_the_vocabulary_is_padded_as_megatron_pads_it(tmp_path):
+    text = MEGATRON.replace("--vocab-size 512", "--vocab-size 500")
+    model = load(write(tmp_path, "run.sh", text)).spec.model
+    assert (model.vocab, model.vocab_rows) == (500, 512)  # 128 for each of 4 ranks of tp
+    text = text.replace("--vocab-size 500", "--vocab-size 500 --make-vocab-size-divisible-by 3")
+    assert load(write(tmp_path, "run.sh", text)).spec.model.vocab_rows == 504
