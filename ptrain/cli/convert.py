@@ -206,8 +206,7 @@ def convert_arguments(args: Namespace) -> None:
         args.arguments += devices
         args.devices, devices = None, []
         if args.verb != "convert":
-            title = conversion.tool["title"]
-            said = f"{source} ({title}): {_summary_line(conversion.outcomes)}"
+            said = f"{source} ({conversion.tool['title']}): {_summary_line(conversion.outcomes)}"
             print_lines(f"{said}. `ptrain convert {source}` lists them.", stream=sys.stderr)
     if args.devices is not None and args.verb not in ("predict", "select"):
         finding = "needs a config of another tool; the number of ranks of a SPEC is its mesh"
@@ -253,24 +252,22 @@ def write_config(spec: Spec, name: str) -> tuple[dict[str, Any], list[KeyOutcome
         The config, nested as in the tool's file, and the outcomes.
     """
     tool = load_hints()["tools"][name]
-    mapping = minimal_spec(spec).mapping
+    mapping = _full_mapping(spec)
     plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    if isinstance(spec.model, ModelShape):
+        plain["model"] = {size: getattr(spec.model, size) for size in SIZES} | tool.get("shape", {})
+    return _Writer(mapping, _full_mapping(load(plain).spec), tool).write_keys()
+
+
+def _full_mapping(spec: Spec) -> dict[str, Any]:
+    """Return a spec with all options of a built-in model, and without the model's family."""
+    mapping = minimal_spec(spec).mapping
     if isinstance(shape := spec.model, ModelShape):
-        mapping["model"] = _model_keys(shape)
-        plain["model"] = {size: getattr(shape, size) for size in SIZES} | tool.get("shape", {})
-    usual = load(plain).spec
-    default = minimal_spec(usual).mapping
-    if isinstance(usual.model, ModelShape):
-        default["model"] = _model_keys(usual.model)
-    return _Writer(mapping, default, tool).write_keys()
-
-
-def _model_keys(shape: ModelShape) -> dict[str, Any]:
-    """Return all keys of a shape, with the dropouts by place and without the family."""
-    embedding, attention, hidden = shape.dropouts
-    keys = keys_of_shape(shape) | {"attention_dropout": attention, "hidden_dropout": hidden}
-    keys |= {"embedding_dropout": embedding, "head_dim": shape.own_head_dim}
-    return {key: keys[key] for key in keys if key not in ("family", "dropout")}
+        places = ("embedding_dropout", "attention_dropout", "hidden_dropout")
+        keys = keys_of_shape(shape) | dict(zip(places, shape.dropouts, strict=True))
+        keys |= {"head_dim": shape.own_head_dim}
+        mapping["model"] = {key: keys[key] for key in keys if key not in ("family", "dropout")}
+    return mapping
 
 
 class _Writer:
@@ -308,8 +305,7 @@ class _Writer:
         table = dict(first)
         for key in self.tool.get("writes", ()):
             table[key] = next(rows[key] for rows in others if key in rows)
-        placed = ("reshard", "activations", "mesh", "placement")
-        written = self.written
+        written, placed = self.written, ("reshard", "activations", "mesh", "placement", "cluster")
         for key, said in table.items():
             if re.fullmatch(self.tool.get("unwritten", ""), key):
                 continue
@@ -323,12 +319,12 @@ class _Writer:
                     self._add_outcome(route, outcome, f"{key}={value_text(value)}", note)
                     written.add(route)
                     break
-        implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
-        implied |= {("batch", "global")} if ("batch", "accumulate") in written else set()
-        implied |= {("recompute", "policy"), *self.settled}
+        # Each of the two sizes of a batch follows from the other.
+        size = "global" if ("batch", "accumulate") in written else "accumulate"
+        implied = {("name",), ("precision", "reduced"), ("recompute", "policy"), ("batch", size)}
         has_model = any(route[0] == "model" for route in written)
         for route, value in self.flat.items():
-            is_told = route[0] in (*placed, "cluster") or route in written | implied
+            is_told = route[0] in placed or route in written | implied | self.settled
             is_told |= route[0] == "model" and not has_model
             if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
                 self._add_outcome(
@@ -347,10 +343,9 @@ class _Writer:
 
     def _is_usual(self, key: str, route: Route, value: object) -> bool:
         """Return True if a value is that of a file without the key: 0, or an option of a model."""
-        if key in self.tool.get("defaults", {}) or self.flat[route] != self.usual.get(route):
-            return False
         is_option = route[0] == "model" and route[-1] not in SIZES
-        return is_option or (is_number(value) and value == 0)
+        is_equal = self.flat[route] == self.usual.get(route) and (value == 0 or is_option)
+        return is_equal and value is not False and key not in self.tool.get("defaults", {})
 
     def _write_placement(self) -> None:
         """Write the settings of the rows that place each axis as the spec does."""
@@ -366,7 +361,8 @@ class _Writer:
             del self.tuples["ep"]  # the key of its degree is enough
         for axis, modes in self.tuples.items():
             fitting = [r for r in rows if r.family == axis and r.tuples[axis][3] == modes[3]]
-            self._write_rows([row for row in fitting if self._has_options(row)], {axis: modes})
+            fitting = [row for row in fitting if self._has_options(row)]
+            self._write_rows(fitting, "placement", f"{axis}: {','.join(modes)}")
         if data:
             is_by_node = len(data) == 1 or self.flat[("mesh", "dp_shard")] == NODE_SIZE
             fitting = [
@@ -381,50 +377,39 @@ class _Writer:
             fitting.sort(
                 key=lambda row: (not self._has_options(row), row.settings.get(is_kept) is False)
             )
-            before, best = dict(self.config), next(iter(fitting), None)
-            for row in fitting:
-                self.config = dict(before)
-                if self._write_case([row]) and (not casts or self._write_case(casts)):
-                    best = row
-                    break
-            self.config = before
-            self._write_rows([best] if best else [], data)
+            shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in data.items())
+            self._write_rows([row.join(casts) for row in fitting] + fitting, "placement", shown)
             self._write_case(casts)
             read = choose_rows(self.tool["flags"], {**self.tool.get("defaults", {}), **self.config})
-            row = read.get("data", best)
+            row = read.get("data", next(iter(fitting), None))
             resharded = row.settings.get(("reshard",), True) if row else self.flat[is_kept]
             if resharded != self.flat[is_kept]:
                 written = to_flow_yaml(resharded)
                 note = f"{self.tool['title']} has no setting for it: written as {written}."
                 self._add_outcome(is_kept, KeyEffect.UNSUPPORTED, note=note)
         if kept != "R":
-            policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
-            every = ("recompute", "every")
-            fitting = [
-                row
-                for row in rows
-                if row.family == "activations"
-                and next(iter(row.tuples.values()))[3] == kept
-                and row.settings.get(("recompute",), "full") == policy
-                and row.settings.get(every) in (None, self.flat.get(every))
-            ]
-            fitting.sort(key=lambda row: every not in row.settings)  # stable
-            if case := self._write_case(fitting):
-                self._add_outcome(("activations",), KeyEffect.MAPPED, case)
-            else:
-                self._add_outcome(
-                    ("activations",), KeyEffect.UNSUPPORTED, note="There is no such setting."
-                )
+            self._write_activations([row for row in rows if row.family == "activations"], kept)
 
-    def _write_rows(
-        self, rows: Sequence[PlacementRow], wanted: Mapping[str, Sequence[str]]
-    ) -> None:
-        shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in wanted.items())
-        if case := self._write_case(rows):
-            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.MAPPED, case))
-        else:
-            note = f"{self.tool['title']} has no setting for it."
-            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.UNSUPPORTED, note=note))
+    def _write_activations(self, rows: Sequence[PlacementRow], kept: object) -> None:
+        """Write the settings of the row that recomputes or offloads as the spec does."""
+        policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
+        every = ("recompute", "every")
+        fitting = [
+            row
+            for row in rows
+            if next(iter(row.tuples.values()))[3] == kept
+            and row.settings.get(("recompute",), "full") == policy
+            and row.settings.get(every) in (None, self.flat.get(every))
+        ]
+        # Stable: a row with the number of blocks is the nearest.
+        fitting.sort(key=lambda row: every not in row.settings)
+        self._write_rows(fitting, "activations", str(kept))
+
+    def _write_rows(self, rows: Sequence[PlacementRow], key: str, shown: str) -> None:
+        case = self._write_case(rows)
+        outcome = KeyEffect.MAPPED if case else KeyEffect.UNSUPPORTED
+        note = "" if case else f"{self.tool['title']} has no setting for it."
+        self.outcomes.append(KeyOutcome(key, shown, outcome, case, note))
 
     def _has_options(self, row: PlacementRow) -> bool:
         """Return True if the options of a row, such as its schedule, are the spec's."""
@@ -489,7 +474,8 @@ class _Writer:
             if right == "VALUE" and isinstance(given, list):
                 yield route, given, False, note
             elif match := re.fullmatch(r"N/\{(\w+)\}", right):
-                yield route, float(f"{given * self.config[match[1]]:.12g}"), True, note
+                product = float(str(given)) * float(str(self.config[match[1]]))
+                yield route, float(f"{product:.12g}"), True, note
             elif re.search(r"\bN\b", right):
                 items = re.findall(r"[\w.]+", right)
                 value = given[items.index("N")] if isinstance(given, list) else given

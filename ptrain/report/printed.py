@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ptrain.plan.show import format_plan
 from ptrain.report.predict import estimate_tables, prediction_of, prediction_screen
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
+from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.keys import data_axis_dials
 from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
@@ -107,41 +109,25 @@ def sparse_mapping(spec: Spec) -> dict[str, Any]:
         The mapping. The name, the mesh, the placement and the batch stay.
     """
     mapping = minimal_spec(spec).mapping
-    placement = mapping["placement"]
-    assert isinstance(placement, dict), "a placement has axes"
-    for axis, modes in placement.items():
-        if "rest" not in modes:
-            placement[axis] = ",".join(modes.values())
-    _drop_defaults(spec, mapping, mapping, kept=_STATED)
+    placement: Any = mapping["placement"]
+    mapping["placement"] = {
+        axis: modes if "rest" in modes else ",".join(modes.values())
+        for axis, modes in placement.items()
+    }
+    leaves = [route for route, _ in iter_leaves((), mapping) if route[0] not in _STATED]
+    # From the last key, sections first: a preset comes before the sizes that follow from it. The
+    # family is the first, because the options of a shape are those that differ from it.
+    routes = {leaf[:size]: 0 for leaf in leaves[::-1] for size in range(1, len(leaf) + 1)}
+    for route in sorted(routes, key=lambda route: route[-1] != "family"):
+        trial = copy.deepcopy(mapping)
+        section: dict[str, Any] = trial
+        for key in route[:-1]:
+            section = section.get(key, {})
+        section.pop(route[-1], None)
+        with suppress(SpecError):  # others need the key
+            if replace(load(trial).spec, resolved=spec.resolved) == spec:
+                mapping = trial
     return mapping
-
-
-def _drop_defaults(
-    spec: Spec, mapping: dict[str, Any], node: dict[str, Any], kept: tuple[str, ...] = ()
-) -> None:
-    """Remove each key of a section, or of a section in it, without which the spec is the same."""
-    # From the last key: a preset comes before the sizes that follow from it. The family comes
-    # first, because the options of a shape are those that differ from it.
-    keys = list(node)[::-1]
-    for key in sorted(keys, key=lambda key: key != "family"):
-        if key in kept or _drop_default(spec, mapping, node, key):
-            continue
-        if isinstance(node[key], dict):
-            _drop_defaults(spec, mapping, node[key])
-
-
-def _drop_default(spec: Spec, mapping: dict[str, Any], node: dict[str, Any], key: str) -> bool:
-    """Remove a key if the mapping then still loads to the spec; return True if it does."""
-    before = dict(node)
-    del node[key]
-    try:
-        if replace(load(mapping).spec, resolved=spec.resolved) == spec:
-            return True
-    except SpecError:
-        pass  # a key that others need
-    node.clear()
-    node.update(before)  # in the same order
-    return False
 
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:

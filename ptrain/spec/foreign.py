@@ -38,7 +38,8 @@ Said = str | Mapping[str, str]
 
 ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
 _KEY = re.compile(r"\{([\w.]+)\}")  # {max_steps}: the value of another key of the file
-_TERM = re.compile(r"(\d[\d.e-]*)([*/])(\d[\d.e-]*)")  # 128*8
+_TERM = re.compile(r"(\d[\d.e-]*)([*/])(?!0[.0]*$)(\d[\d.e-]*)")  # 128*8
+_POWERS = {"*": 1, "/": -1}  # of the second number
 _OPEN = re.compile(r"\b[A-Z]{2,}\b(?!\.)")  # STEPS, FOLDER: a value that only the user knows
 DIFFERS = "It does something else: "
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
@@ -270,7 +271,12 @@ class _Converter:
                 self.outcomes.append(row._replace(outcome=KeyEffect.ASSUMED))
         self._name_model()
         self._place_states(rows)
-        self._list_open_values()
+        written = {key for route in self.settings for key in parts_of(route)}
+        self.outcomes += [
+            KeyOutcome(place, None, KeyEffect.ASSUMED, "", note)
+            for place, note in load_hints()["open"].items()
+            if place not in written
+        ]
         self.outcomes = list(map(self._show_placed, self.outcomes))
         for key, value in (("micro", 1), ("sequence", 4096)):
             if ("batch", key) not in self.settings:
@@ -288,13 +294,6 @@ class _Converter:
             if route[0] != "placement" and (route, value) != (("activations",), "R"):
                 set_value(self.root, route, value)
         return Conversion(self.tool, self.spec, self.outcomes)
-
-    def _list_open_values(self) -> None:
-        """Add an outcome for each value that the file does not have and the user must give."""
-        for place, note in load_hints()["open"].items():
-            route = tuple(place.split("."))
-            if not any(key[: len(route)] == route for key in self.settings):
-                self.outcomes.append(KeyOutcome(place, None, KeyEffect.ASSUMED, "", note))
 
     def _assume_value(self, route: Route, value: object, note: str) -> None:
         self.settings[route] = value
@@ -367,7 +366,9 @@ class _Converter:
         is_whole = isinstance(value, float) and abs(value) >= 1 and value.is_integer()
         number = int(value) if is_whole else value
         text, right = right, re.sub(r"\bN\b", str(number), right)
-        right = _TERM.sub(_evaluate_term, right)
+        right = _TERM.sub(
+            lambda term: f"{float(term[1]) * float(term[3]) ** _POWERS[term[2]]:.12g}", right
+        )
         parsed = parse_value(right, "").root
         if isinstance(parsed, list) and "N" in text:  # one of two numbers, such as beta1
             at = re.findall(r"[\w.]+", text).index("N")
@@ -385,8 +386,8 @@ class _Converter:
             self.settings[("model", "preset")] = name
         elif any(route[0] == "model" for route in self.settings):
             shape = self.tool.get("shape", {}).items()
-            self.settings |= {("model", key): text for key, text in shape}
             is_given = re.search(r"vocab|preset|model=", self.models)
+            self.settings |= {("model", key): text for key, text in shape}
             if shape and ("model", "vocab") not in self.settings and not is_given:
                 remedy = "Add `model.vocab=N`: the number of tokens of the tokenizer."
                 self._reject_key(("model",), "the file has no size of the vocabulary", remedy)
@@ -508,12 +509,6 @@ def set_value(mapping: dict[str, Any], route: Route, value: object) -> None:
         held |= value if isinstance(value, dict) else {_WORD_OF.get(route[-1], "kind"): value}
     else:
         node[route[-1]] = value
-
-
-def _evaluate_term(term: re.Match[str]) -> str:
-    """Return the product or the quotient of two numbers, without the digits of its rounding."""
-    first, second = float(term[1]), float(term[3])
-    return f"{first * second if term[2] == '*' else first / (second or math.inf):.12g}"
 
 
 @cache

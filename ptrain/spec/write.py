@@ -172,10 +172,9 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
 
 def _optimizer_section(optimizer: OptimizerSpec) -> dict[str, object]:
     """Return the section without the keys that only other optimizers read."""
-    read = [*optimizer.rows]
-    read += [OPTIMIZERS[row.remainder] for row in read if row.remainder]
-    unread = {key for row in OPTIMIZERS.values() for key in row.keys}
-    unread = unread.difference(*(row.keys for row in read))
+    others = [OPTIMIZERS[row.remainder] for row in optimizer.rows if row.remainder]
+    read = {key for row in (*optimizer.rows, *others) for key in row.keys}
+    unread = {key for row in OPTIMIZERS.values() for key in row.keys} - read
     return {key: value for key, value in section_mapping(optimizer).items() if key not in unread}
 
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ptrain.cli.convert import _config_text, _model_section, write_config
+from ptrain.cli.convert import _model_section
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
-from ptrain.plan.lower import lower
-from ptrain.plan.show import format_plan
-from ptrain.report.printed import sparse_mapping
 from ptrain.spec.foreign import KeyEffect, find_answer, foreign_keys, load_hints
-from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.foreign_rows import placement_rows
 from ptrain.spec.load import load, read_conversion
-from ptrain.spec.names import list_files, load_names
+from ptrain.spec.names import load_names
 from ptrain.spec.precision import Matmul
 from tests.published import PUBLISHED
 
@@ -378,97 +372,6 @@ def test_a_dictionary_in_python_is_read(tmp_path):
     assert load(file, ["devices=16"]).spec.factors[0].degree == 16
 
 
-TOOLS = [name for name, row in load_hints()["tools"].items() if "form" in row]
-
-
-JOBS: list[tuple[str, ...]] = [(name,) for name in list_files("strategies")]
-JOBS += [
-    ("zero3", "mesh.dp_shard=4"),
-    ("pp-1f1b", "mesh.pp=4"),
-    ("cp-zigzag", "mesh.cp=4"),
-    ("zero3", "reshard=non-root"),
-    ("zero3", "reshard=non-root", "activations=M"),
-    ("zero3-keep", "activations=M"),
-    ("fsdp-mixed", "reshard=non-root"),
-    ("fsdp-mixed", "reshard=false", "precision.reduced=fp32"),
-    ("hsdp", "reshard=non-root"),
-    ("fsdp-offload", "reshard=non-root"),
-    ("ddp", "activations=M"),
-    ("ddp", "precision.matmul=bf16-autocast"),
-    ("ddp", "optimizer.clip=null"),
-    ("ddp", "optimizer.name=sgd", "optimizer.weight_decay=0"),
-    ("ddp", "optimizer.schedule={warmup: 0, decay_steps: 50}"),
-    ("ddp", "loss=fused"),
-    ("zero2", "precision.layout=zero16"),
-    ("zero3", "precision.layout=zero16", "mesh.dp_shard=4"),
-]
-
-
-def written_config(name: str, tool: str, folder: Path, *words: str) -> tuple[Path, set[str]]:
-    """Return the file of a tool for a strategy, and the keys that have no equivalent."""
-    config, rows = write_config(load(name, words).spec, tool)
-    form = load_hints()["tools"][tool]["form"]
-    suffix = {"arguments": "sh"}.get(form, form)
-    lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
-    return write(folder, f"{name}-{tool}.{suffix}", _config_text(config, form)), lost
-
-
-def plain_placement(spec: Any) -> list[tuple[str, int, str, str]]:
-    return [
-        (
-            f.axis.value,
-            f.degree,
-            *map(str, (f.placement.parameters, f.placement.optimizer, f.placement.gradients)),
-        )
-        for f in spec.factors
-    ]
-
-
-def job(spec: Any) -> dict[str, object]:
-    """Return each value of a spec by its key; what recomputes activations, and the model, whole."""
-    values = {".".join(route): value for route, value in iter_leaves((), spec.resolved)}
-    whole = ("activations", "recompute", "model", "name", "data", "cluster")
-    kept = {
-        key: value
-        for key, value in values.items()
-        if key.split(".")[0] not in whole and not key.endswith(".activations")
-    }
-    return kept | {"activations": str(spec.activations), "model": spec.model}
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_spec_survives_the_way_to_a_tool_and_back(tool, tmp_path):
-    """Every value that is another one on the way back is named as one without an equivalent."""
-    equal = []
-    for name, *words in JOBS:
-        file, lost = written_config(name, tool, tmp_path, *words)
-        if lost & {"placement", "precision.layout"}:
-            continue
-        there = load(name, words).spec
-        batch = there.resolved["batch"]
-        given = [f"devices={there.world_size}", f"name={name}", f"batch={json.dumps(batch)}"]
-        given = given[: 3 if any("batch" in key for key in lost) else 2]
-        given += [TINY] if "model" in lost else []
-        back = load(file, given).spec
-        before, after = job(there), job(back)
-        differs = {key for key in {**before, **after} if before.get(key) != after.get(key)}
-        named = {"sync.reshard_after_forward" if key == "reshard" else key for key in lost}
-        if "optimizer.name" in lost:  # the keys of another optimizer
-            named |= {key for key in differs if key.startswith("optimizer.")}
-        assert differs <= named, (name, words, differs - named)
-        unplanned = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.schedule")
-        unplanned += ("train.", "log.", "timeout.")  # which no line of a plan shows
-        if all(key.startswith(unplanned) for key in differs):
-            assert format_plan(back, lower(back)) == format_plan(there, lower(there)), (name, words)
-            equal.append((name, *words))
-    assert len(equal) >= 10, equal
-
-
-def test_what_has_no_equivalent_is_named(tmp_path):
-    _, lost = written_config("pp-zbv", "deepspeed", tmp_path)
-    assert {"placement", "batch.sequence", "model"} <= lost
-
-
 def test_the_command_prints_a_spec_that_loads_and_a_line_for_each_key(tmp_path, capsys):
     file, out = write(tmp_path, "a.yaml", ACCELERATE), tmp_path / "spec.yaml"
     assert main(["convert", str(file), "--model", "llama-tiny", "--out", str(out)]) == 0
@@ -640,6 +543,17 @@ def test_query_groups_of_megatron_need_their_switch(tmp_path):
     assert outcomes(file)["num-query-groups"] is KeyEffect.DIFFERS
 
 
+def plain_placement(spec: Any) -> list[tuple[str, int, str, str]]:
+    return [
+        (
+            f.axis.value,
+            f.degree,
+            *map(str, (f.placement.parameters, f.placement.optimizer, f.placement.gradients)),
+        )
+        for f in spec.factors
+    ]
+
+
 PAIRS = re.findall(
     r"```(\w*)\n((?:(?!```).)*)```\n\n```yaml\n(name: from-(?!fsdp)((?:(?!```).)*))```",
     Path("docs/coming-from.md").read_text(encoding="utf-8"),
@@ -657,167 +571,3 @@ def test_each_pair_of_the_page_is_what_convert_writes(pair, tmp_path):
     assert plain_placement(got) == plain_placement(wanted)
     assert (got.precision, got.sync) == (wanted.precision, wanted.sync)
     assert got.activations == wanted.activations and got.batch.micro == wanted.batch.micro
-
-
-@pytest.mark.parametrize(
-    ("spec", "override", "tool", "is_lost"),
-    [
-        ("checkpoint-full", "recompute.every=2", "accelerate", True),
-        ("checkpoint-full", "recompute.every=2", "trainer", True),
-        ("checkpoint-full", "recompute.every=2", "torchtitan", False),
-        ("pp-1f1b", "pipeline.stages=4", "torchtitan", True),
-        ("pp-1f1b", "pipeline.schedule=gpipe", "torchtitan", False),
-    ],
-)
-def test_an_option_that_no_row_writes_is_named(spec, override, tool, is_lost):
-    _, rows = write_config(load(spec, [override]).spec, tool)
-    lost = {row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED}
-    assert (override.partition("=")[0] in lost) is is_lost
-
-
-def test_a_model_is_written_with_the_flags_of_megatron_and_without_zeros(tmp_path):
-    file, lost = written_config("zero3", "megatron", tmp_path)
-    written = file.read_text(encoding="utf-8")
-    flags = ("--swiglu", "--normalization rms", "--position-embedding-type rope")
-    flags += ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
-    assert all(flag in written for flag in (*flags, "--num-query-groups 2"))
-    assert not lost and "--moe" not in written and "--save-interval" not in written
-    assert "--hidden-dropout 0.0" in written  # 0.1 is Megatron's default
-    assert load(file).spec.model == load("zero3").spec.model
-    spec = load("zero3", ["model={preset: gpt-tiny}", "model.window=64", "model.norm=rms"]).spec
-    config, rows = write_config(spec, "megatron")
-    assert "swiglu" not in config and config["normalization"] == "rmsnorm"
-    assert [row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED] == ["model.window"]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_converted_spec_has_the_values_that_differ_from_defaults_alone(name, tmp_path):
-    file = write(tmp_path, name, FILES[name][0])
-    spec = load(file, overrides(name)).spec
-    mapping = sparse_mapping(spec)
-    again = load(mapping).spec
-    assert replace(again, resolved=spec.resolved) == spec
-    for route, value in iter_leaves((), mapping):
-        if route[0] in ("name", "mesh", "placement", "batch"):
-            continue
-        without = copy.deepcopy(mapping)
-        section: Any = without
-        for key in route[:-1]:
-            section = section[key]
-        del section[route[-1]]
-        try:
-            left = load(without).spec
-        except SpecError:
-            continue
-        assert replace(left, resolved=spec.resolved) != spec, (route, value)
-    assert "eps2" not in str(mapping) and "timeout" not in mapping
-
-
-def test_a_published_model_is_written_as_its_preset(tmp_path):
-    file = write(tmp_path, "args.json", TRAINER)
-    mapping = sparse_mapping(load(file, ["devices=16"]).spec)
-    assert mapping["model"] == {"preset": "mistral-7b"}
-    assert mapping["placement"] == {"dp_shard": "M,S,S,R"}
-
-
-def test_flags_of_megatron_for_a_llama_are_its_family(tmp_path):
-    file = write(tmp_path, "run.sh", MEGATRON.replace("--swiglu", "--hidden-dropout 0 --swiglu"))
-    model = sparse_mapping(load(file).spec)["model"]
-    options = ("family", "norm", "activation", "bias", "positions", "tied", "hidden_dropout")
-    assert model["layers"] == 4 and not {*options} & model.keys()
-    text = MEGATRON.replace("--swiglu", "--squared-relu").replace(" --disable-bias-linear", "")
-    model = sparse_mapping(load(write(tmp_path, "run.sh", text)).spec)["model"]
-    assert (model["activation"], model["family"]) == ("relu2", "gpt")
-
-
-TITAN_OF_2024 = """\
-[job]
-dump_folder = "o"
-[training]
-batch_size = 2
-seq_len = 64
-tensor_parallel_degree = 2
-data_parallel_degree = -1
-warmup_steps = 7
-[experimental]
-pipeline_parallel_degree = 2
-enable_async_tensor_parallel = false
-"""
-
-
-def test_keys_of_earlier_versions_of_torchtitan_are_those_of_their_present_section(tmp_path):
-    file = write(tmp_path, "job.toml", TITAN_OF_2024)
-    spec = load(file, [TINY, "devices=8"]).spec
-    assert {f.axis.value: f.degree for f in spec.factors} == {"pp": 2, "dp_shard": 2, "tp": 2}
-    assert spec.optimizer.schedule.warmup == 7
-    rows = outcomes(file, TINY, "devices=8")
-    assert rows["experimental.pipeline_parallel_degree"] is KeyEffect.MAPPED
-    assert KeyEffect.UNKNOWN not in rows.values()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "wanted"),
-    [
-        ("ds.json", '{"zero_optimization": {}, "optimizer": {"type": "AdamW"}}', (1e-3, 0.999, 0)),
-        ("ds.json", '{"zero_optimization": {}}', (3e-4, 0.95, 0)),
-        ("cli.yaml", "trainer: {}\noptimizer: {class_path: torch.optim.AdamW}", (1e-3, 0.999, 0)),
-        ("args.json", '{"optim": "adamw_torch", "warmup_steps": 3}', (5e-5, 0.999, 3)),
-        ("job.toml", "[job]\n[training]\nsteps = 9\n", (8e-4, 0.95, 200)),
-        ("run.sh", "--micro-batch-size 1 --global-batch-size 2 --lr 1e-4", (1e-4, 0.999, 0)),
-    ],
-)
-def test_what_a_tool_assumes_is_in_the_spec_where_ptrain_assumes_something_else(
-    name, text, wanted, tmp_path
-):
-    spec = load(write(tmp_path, name, text), [TINY, "devices=2"]).spec
-    found = (spec.optimizer.lr, spec.optimizer.betas[1], spec.optimizer.schedule.warmup)
-    assert found == wanted
-    written = str(sparse_mapping(spec).get("optimizer"))
-    assert ("betas" in written) is (wanted[1] == 0.999)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "schedule", "clip"),
-    [
-        (
-            "args.json",
-            '{"max_grad_norm": 0, "max_steps": 70, "lr_scheduler_type": "cosine"}',
-            (70, 0.0),
-            None,
-        ),
-        (
-            "run.sh",
-            "--micro-batch-size 1 --clip-grad 0.0 --train-iters 70 --lr 1e-3 --min-lr 1e-4 "
-            "--lr-decay-style cosine --train-iters 70",
-            (70, 0.1),
-            None,
-        ),
-        ("run.sh", "--micro-batch-size 1 --train-iters 70 --lr-decay-style linear", (0, 0.1), 1),
-        ("ds.json", '{"zero_optimization": {}, "gradient_clipping": 0.0}', (0, 0.1), None),
-        ("cli.yaml", "trainer: {gradient_clip_val: null}", (0, 0.1), None),
-    ],
-)
-def test_schedules_and_switches_of_clipping_are_those_of_the_tool(
-    name, text, schedule, clip, tmp_path
-):
-    optimizer = load(write(tmp_path, name, text), [TINY, "devices=2"]).spec.optimizer
-    assert (optimizer.schedule.decay_steps, optimizer.schedule.min_lr_ratio) == schedule
-    assert optimizer.clip == clip
-
-
-def test_values_that_a_file_lacks_are_named(tmp_path):
-    rows = outcomes(write(tmp_path, "a.yaml", ACCELERATE), TINY)
-    assert {"train.steps", "data", "optimizer.lr"} <= rows.keys()
-    rows = outcomes(write(tmp_path, "args.json", TRAINER), "devices=16")
-    assert "data" in rows and not {"train.steps", "optimizer.lr"} & rows.keys()
-    text = MEGATRON.replace("--vocab-size 512", "")
-    with pytest.raises(SpecError, match=r"model\.vocab=N"):
-        load(write(tmp_path, "run.sh", text))
-
-
-def test_the_vocabulary_is_padded_as_megatron_pads_it(tmp_path):
-    text = MEGATRON.replace("--vocab-size 512", "--vocab-size 500")
-    model = load(write(tmp_path, "run.sh", text)).spec.model
-    assert (model.vocab, model.vocab_rows) == (500, 512)  # 128 for each of 4 ranks of tp
-    text = text.replace("--vocab-size 500", "--vocab-size 500 --make-vocab-size-divisible-by 3")
-    assert load(write(tmp_path, "run.sh", text)).spec.model.vocab_rows == 504
