@@ -27,7 +27,8 @@ LIMIT = 300  # seconds of one measured config
 SECONDS = 20  # within which a published config.json is predicted or rejected
 SCRIPT = Script("convert", number=len(DATA["configs"]), models=len(PUBLISHED), seconds=SECONDS)
 _JOB = ("mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 1024}", "--json")
-_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+_PATHS = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
 
 
 def measured_rows() -> Iterator[tuple[str, bool]]:
