@@ -378,7 +378,9 @@ class _Writer:
                 key=lambda row: (not self._has_options(row), row.settings.get(is_kept) is False)
             )
             shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in data.items())
-            self._write_rows([row.join(casts) for row in fitting] + fitting, "placement", shown)
+            self._write_rows(
+                [row.join_settings(casts) for row in fitting] + fitting, "placement", shown
+            )
             self._write_case(casts)
             read = choose_rows(self.tool["flags"], {**self.tool.get("defaults", {}), **self.config})
             row = read.get("data", next(iter(fitting), None))

@@ -85,7 +85,7 @@ class PlacementRow(NamedTuple):
     settings: Mapping[Route, object]
     cases: tuple[Mapping[str, str], ...]
 
-    def join(self, rows: Sequence[PlacementRow]) -> PlacementRow:
+    def join_settings(self, rows: Sequence[PlacementRow]) -> PlacementRow:
         """Return this row with the settings of one of the rows too, where the two agree."""
         joined = [
             {**case, **other}

@@ -171,11 +171,13 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
 
 
 def _optimizer_section(optimizer: OptimizerSpec) -> dict[str, object]:
-    """Return the section without the keys that only other optimizers read."""
+    """Return the section without the keys that only other optimizers read, at their default."""
     others = [OPTIMIZERS[row.remainder] for row in optimizer.rows if row.remainder]
     read = {key for row in (*optimizer.rows, *others) for key in row.keys}
+    usual = section_mapping(OptimizerSpec())
     unread = {key for row in OPTIMIZERS.values() for key in row.keys} - read
-    return {key: value for key, value in section_mapping(optimizer).items() if key not in unread}
+    written = section_mapping(optimizer)
+    return {k: value for k, value in written.items() if k not in unread or value != usual.get(k)}
 
 
 def _tuples_value(factor: Factor) -> dict[str, object]:

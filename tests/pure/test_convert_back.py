@@ -56,10 +56,11 @@ def job(spec: Any) -> dict[str, object]:
     """Return each value of a spec by its key; what recomputes activations, and the model, whole."""
     values = {".".join(route): value for route, value in iter_leaves((), spec.resolved)}
     whole = ("activations", "recompute", "model", "name", "data", "cluster")
+    unread = ("optimizer.betas",) if spec.optimizer.name == "sgd" else ()
     kept = {
         key: value
         for key, value in values.items()
-        if key.split(".")[0] not in whole and not key.endswith(".activations")
+        if key.split(".")[0] not in whole and not key.endswith(".activations") and key not in unread
     }
     return kept | {"activations": str(spec.activations), "model": spec.model}
 

@@ -142,3 +142,8 @@ def test_a_record_with_the_keys_of_all_optimizers_is_the_same_spec() -> None:
     assert not list(difference_lines(manifest, now))
     manifest["optimizer"] = older["optimizer"] | {"eps2": 0.5}
     assert [line.split(":")[0] for line in difference_lines(manifest, now)] == ["optimizer.eps2"]
+
+
+def test_a_key_that_the_optimizer_does_not_read_is_written_if_it_was_set() -> None:
+    written = load_changed(optimizer={"name": "sgd", "eps": 0.5}).resolved["optimizer"]
+    assert written["eps"] == 0.5 and "betas" not in written
