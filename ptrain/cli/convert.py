@@ -285,7 +285,7 @@ class _Writer:
         self.settled: set[Route] = set()  # options of the rows that are written
         self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
         reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
-        self.flat[("reshard",)] = self.flat.get(("reshard",), reshard)
+        self.flat.setdefault(("reshard",), reshard)
         mesh = spec["mesh"]
         data = math.prod(n for axis, n in mesh.items() if axis in (*DATA_NAMES, "ep"))
         self.ranks = math.prod(mesh.values())
@@ -357,8 +357,8 @@ class _Writer:
             casts = [row for row in rows if row.family == "cast" and modes[0] == "M"]
             data[axis] = ("S*" if casts else modes[0], *modes[1:3], "R")
         table = load_hints()["keys"][self.tool["tables"][0]]
-        if "ep" in self.tuples and any(str(said).startswith("mesh.ep=") for said in table.values()):
-            del self.tuples["ep"]  # the key of its degree is enough
+        if any(str(said).startswith("mesh.ep=") for said in table.values()):
+            self.tuples.pop("ep", None)  # the key of its degree is enough
         for axis, modes in self.tuples.items():
             fitting = [r for r in rows if r.family == axis and r.tuples[axis][3] == modes[3]]
             fitting = [row for row in fitting if self._has_options(row)]

@@ -280,8 +280,7 @@ class _Converter:
         self.outcomes = list(map(self._show_placed, self.outcomes))
         for key, value in (("micro", 1), ("sequence", 4096)):
             if ("batch", key) not in self.settings:
-                note = f"Add `batch.{key}=N` to the command line to change it."
-                self._assume_value(("batch", key), value, note)
+                self._assume_value(("batch", key), value, f"Add `batch.{key}=N` to change it.")
         accumulate, at = self.settings.get(("batch", "accumulate")), ("batch", "micro")
         if self.tool.get("splits_batch") and accumulate and self.root["mesh"].get("pp", 1) > 1:
             if accumulate % self.settings[at]:

@@ -175,9 +175,11 @@ def _optimizer_section(optimizer: OptimizerSpec) -> dict[str, object]:
     others = [OPTIMIZERS[row.remainder] for row in optimizer.rows if row.remainder]
     read = {key for row in (*optimizer.rows, *others) for key in row.keys}
     usual = section_mapping(OptimizerSpec())
-    unread = {key for row in OPTIMIZERS.values() for key in row.keys} - read
-    written = section_mapping(optimizer)
-    return {k: value for k, value in written.items() if k not in unread or value != usual.get(k)}
+    unread = {
+        (key, str(usual.get(key))) for row in OPTIMIZERS.values() for key in row.keys.keys() - read
+    }
+    written = section_mapping(optimizer).items()
+    return {key: value for key, value in written if (key, str(value)) not in unread}
 
 
 def _tuples_value(factor: Factor) -> dict[str, object]:

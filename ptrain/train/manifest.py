@@ -99,9 +99,9 @@ def difference_lines(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
     defaults = dict(leaves(omitted_sections()))
     for place in {**before, **now}:
         section = place.partition(".")[0]
-        # Older manifests have the keys of all optimizers.
+        # Older manifests have the keys of all optimizers, and later ones more sections.
         is_default = place not in now and defaults.get(place, now) == before[place]
-        is_kept = (place in before or isinstance(was.get(section), dict)) and not is_default
+        is_kept = not is_default and (place in before or isinstance(was.get(section), dict))
         if section in _WATCHED and is_kept and before.get(place) != now.get(place):
             yield (
                 f"{place}: {_format_value(before, place)} in the checkpoint, "

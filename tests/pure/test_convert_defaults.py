@@ -156,3 +156,14 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tmp_path):
     assert (model.vocab, model.vocab_rows) == (500, 512)  # 128 for each of 4 ranks of tp
     text = text.replace("--vocab-size 500", "--vocab-size 500 --make-vocab-size-divisible-by 3")
     assert load(write(tmp_path, "run.sh", text)).spec.model.vocab_rows == 504
+
+
+@pytest.mark.parametrize(
+    "flag", ["--mtp-num-layers 1", "--quick-geglu", "--moe-layer-freq 2", "--window-size 64"]
+)
+def test_a_part_of_a_model_that_ptrain_lacks_is_rejected_by_name(flag, tmp_path):
+    file = write(tmp_path, "run.sh", MEGATRON.replace("--swiglu", f"{flag} --swiglu"))
+    with pytest.raises(SpecError) as caught:
+        load(file)
+    assert [fault.place for fault in caught.value.faults] == [flag.split()[0].removeprefix("--")]
+    assert all(fault.remedy.startswith("Set it to") for fault in caught.value.faults)
