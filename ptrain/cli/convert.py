@@ -263,9 +263,8 @@ def _full_mapping(spec: Spec) -> dict[str, Any]:
     """Return a spec with all options of a built-in model, and without the model's family."""
     mapping = minimal_spec(spec).mapping
     if isinstance(shape := spec.model, ModelShape):
-        places = ("embedding_dropout", "attention_dropout", "hidden_dropout")
-        keys = keys_of_shape(shape) | dict(zip(places, shape.dropouts, strict=True))
-        keys |= {"head_dim": shape.own_head_dim}
+        rates = {f"{place}_dropout": rate for place, rate in shape.dropouts._asdict().items()}
+        keys = keys_of_shape(shape) | rates | {"head_dim": shape.own_head_dim}
         mapping["model"] = {key: keys[key] for key in keys if key not in ("family", "dropout")}
     return mapping
 
@@ -338,8 +337,8 @@ class _Writer:
     def _add_outcome(
         self, route: Route, outcome: KeyEffect, setting: str = "", note: str = ""
     ) -> None:
-        row = KeyOutcome(".".join(route), self.flat.get(route), outcome, setting, note)
-        self.outcomes.append(row)
+        key, note = ".".join(route), note.removeprefix(DIFFERS)
+        self.outcomes.append(KeyOutcome(key, self.flat.get(route), outcome, setting, note))
 
     def _is_usual(self, key: str, route: Route, value: object) -> bool:
         """Return True if a value is that of a file without the key: 0, or an option of a model."""
@@ -472,12 +471,11 @@ class _Writer:
             if not all(is_case(part, None, config) for part in conditions):
                 continue
             right, given = match[2], self.flat[route]
-            note = note.removeprefix(DIFFERS)
             if right == "VALUE" and isinstance(given, list):
                 yield route, given, False, note
             elif match := re.fullmatch(r"N/\{(\w+)\}", right):
-                product = float(str(given)) * float(str(self.config[match[1]]))
-                yield route, float(f"{product:.12g}"), True, note
+                numbers = map(float, map(str, (given, self.config[match[1]])))
+                yield route, float(f"{math.prod(numbers):.12g}"), True, note
             elif re.search(r"\bN\b", right):
                 items = re.findall(r"[\w.]+", right)
                 value = given[items.index("N")] if isinstance(given, list) else given
