@@ -127,3 +127,12 @@ def test_a_model_is_written_with_the_flags_of_megatron_and_without_zeros(tmp_pat
     config, rows = write_config(spec, "megatron")
     assert "swiglu" not in config and config["normalization"] == "rmsnorm"
     assert [row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED] == ["model.window"]
+
+
+def test_keys_of_earlier_versions_are_read_and_not_written():
+    words = ("train.seed=3", "checkpoint.every=5", "optimizer.schedule.warmup=4")
+    config, rows = write_config(load("zero3", words).spec, "torchtitan")
+    assert config["debug"] == {"seed": 3} and config["lr_scheduler"]["warmup_steps"] == 4
+    assert not {"seed", "checkpoint_interval", "warmup_steps"} & config["training"].keys()
+    lost = [row.key for row in rows if row.outcome is KeyEffect.UNSUPPORTED]
+    assert "checkpoint.every" in lost and "train.seed" not in lost
