@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,13 @@ from ptrain.spec.foreign import KeyEffect
 
 HERE = Path(__file__).parent
 DATA = yaml.safe_load((HERE / "convert.yaml").read_text(encoding="utf-8"))
+PUBLISHED = yaml.safe_load((HERE / "published_configs.yaml").read_text(encoding="utf-8"))
 LIMIT = 300  # seconds of one measured config
-SCRIPT = Script("convert", number=len(DATA["configs"]))
-_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+SECONDS = 20  # within which a published config.json is predicted or rejected
+SCRIPT = Script("convert", number=len(DATA["configs"]), models=len(PUBLISHED), seconds=SECONDS)
+_JOB = ("mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 1024}", "--json")
+_PATHS = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
 
 
 def measured_rows() -> Iterator[tuple[str, bool]]:
@@ -72,6 +78,25 @@ def config_row(row: dict[str, str], folder: Path) -> tuple[str, Counter[str], in
     return table_row(f"{name} @{row['commit'][:8]}", in_file, *cells, verdict), counts, lost
 
 
+def model_row(name: str, billions: float, config: dict[str, object]) -> tuple[str, bool]:
+    """Return the row of a folder with a published config.json alone, and whether it is predicted
+    with the published number of parameters, or rejected with reasons, in time."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        words = [sys.executable, "-m", "ptrain", "predict", "fsdp-mixed", "--model", folder, *_JOB]
+        start = time.perf_counter()
+        done = subprocess.run(words, env=_ENV, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - start
+    if done.returncode == 0:
+        found = json.loads(done.stdout)["parameters"] / 1e9
+        shown, is_right = "predicted", abs(found / billions - 1) < 0.005
+    else:
+        reasons = re.findall(r"error: (.*)", done.stderr)
+        found, shown, is_right = 0, "rejected: " + "; ".join(reasons), bool(reasons)
+    cells = (name, billions, f"{found:.4g}" if found else "–", f"{seconds:.1f}", shown)
+    return table_row(*cells), is_right and seconds <= SECONDS
+
+
 def main() -> int:
     parser = SCRIPT.parser()
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="holds the public configs")
@@ -97,6 +122,13 @@ def main() -> int:
         failed += [f"{config['path']}: {lost} keys without an outcome"] if lost else []
     sums = ", ".join(f"{total[outcome.value]} {outcome.value}" for outcome in KeyEffect)
     lines += ["", f"All keys: {sums}.", ""]
+    lines += ["## Published config.json files", "", SCRIPT.text("published"), ""]
+    lines += table_head("model", "published, 1e9", "predicted, 1e9", "seconds", "result")
+    for name, row in PUBLISHED.items():
+        line, is_right = model_row(name, row["billions"], row["config"])
+        lines.append(line)
+        failed += [] if is_right else [f"{name}: {line}"]
+    lines.append("")
     return SCRIPT.conclude(lines, failed, options)
 
 

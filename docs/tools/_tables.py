@@ -22,6 +22,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.report.table import memory_text
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.check import KeyRow, iter_key_rows
+from ptrain.spec.foreign import shared_answer
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
@@ -139,7 +140,9 @@ def config_keys(tool: str) -> str:
     by_answer: dict[str, list[str]] = {}
     for key, answers in _data(HINTS)["keys"][tool].items():
         texts = answers.values() if isinstance(answers, dict) else (answers,)
-        matches = [match.groups() for match in map(_ANSWER.fullmatch, texts) if match]
+        # Values in braces are those of other keys of the file.
+        said = [text for text in map(shared_answer, texts) if not re.search(r"\{[\w.]+\}", text)]
+        matches = [match.groups() for match in map(_ANSWER.fullmatch, said) if match]
         values: dict[str, list[str]] = {}
         for ours, value in dict.fromkeys(matches):
             values.setdefault(ours, []).append(value)

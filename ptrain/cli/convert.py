@@ -19,7 +19,7 @@ from typing import Any
 from ptrain.charts.canvas import write_atomically
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError, SpecError, input_error
-from ptrain.report.printed import minimal_spec
+from ptrain.report.printed import minimal_spec, sparse_mapping
 from ptrain.report.screen import print_lines, screen_width
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.foreign import (
@@ -35,12 +35,14 @@ from ptrain.spec.foreign import (
     is_spec,
     load_hints,
     set_value,
+    shared_answer,
 )
 from ptrain.spec.foreign_files import iter_leaves, read_tree
 from ptrain.spec.foreign_rows import (
     DATA_NAMES,
     PlacementRow,
     as_tuple,
+    choose_rows,
     is_case,
     is_number,
     placement_rows,
@@ -48,10 +50,12 @@ from ptrain.spec.foreign_rows import (
 )
 from ptrain.spec.leaf import Route
 from ptrain.spec.load import load, read_conversion, split_arguments
+from ptrain.spec.model import ModelShape
 from ptrain.spec.names import load_names
 from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value, to_flow_yaml
-from ptrain.spec.write import to_yaml
+from ptrain.spec.write import SIZES, keys_of_shape, to_yaml
 
 _SHOWN = 28  # letters of a value
 _OPTIONS = {  # the options of a strategy that decide its row, by family
@@ -78,10 +82,7 @@ def run(args: Namespace) -> int:
             finding = "is a spec, not a config of another tool"
             raise input_error(sources[0], finding, "Add `--to TOOL`, such as `--to accelerate`.")
         return _write_spec(conversion, sources[0], overrides, args)
-    mapping = minimal_spec(load(sources[0], overrides).spec).mapping
-    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
-    usual = minimal_spec(load(plain).spec).mapping
-    config, outcomes = write_config(mapping, usual, args.to)
+    config, outcomes = write_config(load(sources[0], overrides).spec, args.to)
     text = _config_text(config, str(load_hints()["tools"][args.to]["form"]))
     _print_result(text, config, outcomes, args)
     return 0
@@ -106,7 +107,7 @@ def _write_spec(
             return error.exit_code
         print_lines(_outcome_table(conversion.outcomes), stream=sys.stderr)
         raise
-    mapping = minimal_spec(spec).mapping
+    mapping = sparse_mapping(spec)
     _print_result(to_yaml(mapping), mapping, conversion.outcomes, args)
     return 0
 
@@ -205,8 +206,7 @@ def convert_arguments(args: Namespace) -> None:
         args.arguments += devices
         args.devices, devices = None, []
         if args.verb != "convert":
-            title = conversion.tool["title"]
-            said = f"{source} ({title}): {_summary_line(conversion.outcomes)}"
+            said = f"{source} ({conversion.tool['title']}): {_summary_line(conversion.outcomes)}"
             print_lines(f"{said}. `ptrain convert {source}` lists them.", stream=sys.stderr)
     if args.devices is not None and args.verb not in ("predict", "select"):
         finding = "needs a config of another tool; the number of ranks of a SPEC is its mesh"
@@ -241,20 +241,32 @@ def _model_section(name: str) -> dict[str, object]:
     return {key: value for key, value in section.items() if key != "pretrained"}
 
 
-def write_config(
-    spec: Mapping[str, Any], usual: Mapping[str, Any], name: str
-) -> tuple[dict[str, Any], list[KeyOutcome]]:
+def write_config(spec: Spec, name: str) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """Return the config of a tool for a spec, and the outcome of each key of the spec.
 
     Args:
-        spec: A resolved spec as a mapping.
-        usual: The same spec with default options, whose values need no equivalent.
+        spec: A resolved spec.
         name: The tool, a row of `specs/hints.yaml`.
 
     Returns:
         The config, nested as in the tool's file, and the outcomes.
     """
-    return _Writer(spec, usual, load_hints()["tools"][name]).write_keys()
+    tool = load_hints()["tools"][name]
+    mapping = _full_mapping(spec)
+    plain = {key: mapping[key] for key in ("model", "mesh", "placement", "batch")}
+    if isinstance(spec.model, ModelShape):
+        plain["model"] = {size: getattr(spec.model, size) for size in SIZES} | tool.get("shape", {})
+    return _Writer(mapping, _full_mapping(load(plain).spec), tool).write_keys()
+
+
+def _full_mapping(spec: Spec) -> dict[str, Any]:
+    """Return a spec with all options of a built-in model, and without the model's family."""
+    mapping = minimal_spec(spec).mapping
+    if isinstance(shape := spec.model, ModelShape):
+        rates = {f"{place}_dropout": rate for place, rate in shape.dropouts._asdict().items()}
+        keys = keys_of_shape(shape) | rates | {"head_dim": shape.own_head_dim}
+        mapping["model"] = {key: keys[key] for key in keys if key not in ("family", "dropout")}
+    return mapping
 
 
 class _Writer:
@@ -272,7 +284,7 @@ class _Writer:
         self.settled: set[Route] = set()  # options of the rows that are written
         self.written: set[Route] = {("reshard",), ("activations",), ("recompute",)}
         reshard = self.flat.pop(("sync", "reshard_after_forward"), True)
-        self.flat[("reshard",)] = self.flat.get(("reshard",), reshard)
+        self.flat.setdefault(("reshard",), reshard)
         mesh = spec["mesh"]
         data = math.prod(n for axis, n in mesh.items() if axis in (*DATA_NAMES, "ep"))
         self.ranks = math.prod(mesh.values())
@@ -292,25 +304,28 @@ class _Writer:
         table = dict(first)
         for key in self.tool.get("writes", ()):
             table[key] = next(rows[key] for rows in others if key in rows)
-        placed = ("reshard", "activations", "mesh", "placement")
-        written = self.written
+        written, placed = self.written, ("reshard", "activations", "mesh", "placement", "cluster")
         for key, said in table.items():
             if re.fullmatch(self.tool.get("unwritten", ""), key):
                 continue
-            for route, value, is_conditional in self._find_values(said):
+            for route, value, is_conditional, note in self._find_values(said):
+                if self._is_usual(key, route, value):
+                    continue
                 if route not in written or is_conditional:
                     if self.config.get(key) in (None, self.tool.get("always", {}).get(key)):
-                        self.config[key] = value
-                    self._add_outcome(route, KeyEffect.MAPPED, f"{key}={value_text(value)}")
+                        self.config |= {key: value, **self.tool.get("implies", {}).get(key, {})}
+                    outcome = KeyEffect.DIFFERS if note else KeyEffect.MAPPED
+                    self._add_outcome(route, outcome, f"{key}={value_text(value)}", note)
                     written.add(route)
                     break
-        implied = {("name",), ("batch", "accumulate"), ("precision", "reduced")}
-        implied |= {("recompute", "policy"), *self.settled}
+        # Each of the two sizes of a batch follows from the other.
+        size = "global" if ("batch", "accumulate") in written else "accumulate"
+        implied = {("name",), ("precision", "reduced"), ("recompute", "policy"), ("batch", size)}
         has_model = any(route[0] == "model" for route in written)
         for route, value in self.flat.items():
-            is_told = route[0] in (*placed, "cluster") or route in written | implied
+            is_told = route[0] in placed or route in written | implied | self.settled
             is_told |= route[0] == "model" and not has_model
-            if not is_told and (route[0] in ("batch", "model") or value != self.usual.get(route)):
+            if not is_told and (route[0] == "batch" or value != self.usual.get(route)):
                 self._add_outcome(
                     route, KeyEffect.UNSUPPORTED, note=f"{self.tool['title']} has no such key."
                 )
@@ -322,8 +337,14 @@ class _Writer:
     def _add_outcome(
         self, route: Route, outcome: KeyEffect, setting: str = "", note: str = ""
     ) -> None:
-        row = KeyOutcome(".".join(route), self.flat.get(route), outcome, setting, note)
-        self.outcomes.append(row)
+        key, note = ".".join(route), note.removeprefix(DIFFERS)
+        self.outcomes.append(KeyOutcome(key, self.flat.get(route), outcome, setting, note))
+
+    def _is_usual(self, key: str, route: Route, value: object) -> bool:
+        """Return True if a value is that of a file without the key: 0, or an option of a model."""
+        is_option = route[0] == "model" and route[-1] not in SIZES
+        is_equal = self.flat[route] == self.usual.get(route) and (value == 0 or is_option)
+        return is_equal and value is not False and key not in self.tool.get("defaults", {})
 
     def _write_placement(self) -> None:
         """Write the settings of the rows that place each axis as the spec does."""
@@ -335,11 +356,12 @@ class _Writer:
             casts = [row for row in rows if row.family == "cast" and modes[0] == "M"]
             data[axis] = ("S*" if casts else modes[0], *modes[1:3], "R")
         table = load_hints()["keys"][self.tool["tables"][0]]
-        if "ep" in self.tuples and any(str(said).startswith("mesh.ep=") for said in table.values()):
-            del self.tuples["ep"]  # the key of its degree is enough
+        if any(str(said).startswith("mesh.ep=") for said in table.values()):
+            self.tuples.pop("ep", None)  # the key of its degree is enough
         for axis, modes in self.tuples.items():
             fitting = [r for r in rows if r.family == axis and r.tuples[axis][3] == modes[3]]
-            self._write_rows([row for row in fitting if self._has_options(row)], {axis: modes})
+            fitting = [row for row in fitting if self._has_options(row)]
+            self._write_rows(fitting, "placement", f"{axis}: {','.join(modes)}")
         if data:
             is_by_node = len(data) == 1 or self.flat[("mesh", "dp_shard")] == NODE_SIZE
             fitting = [
@@ -354,48 +376,41 @@ class _Writer:
             fitting.sort(
                 key=lambda row: (not self._has_options(row), row.settings.get(is_kept) is False)
             )
-            before, best = dict(self.config), next(iter(fitting), None)
-            for row in fitting:
-                self.config = dict(before)
-                if self._write_case([row]) and (not casts or self._write_case(casts)):
-                    best = row
-                    break
-            self.config = before
-            self._write_rows([best] if best else [], data)
+            shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in data.items())
+            self._write_rows(
+                [row.join_settings(casts) for row in fitting] + fitting, "placement", shown
+            )
             self._write_case(casts)
-            if best and not self._has_options(best):
-                resharded = best.settings.get(("reshard",), True)
+            read = choose_rows(self.tool["flags"], {**self.tool.get("defaults", {}), **self.config})
+            row = read.get("data", next(iter(fitting), None))
+            resharded = row.settings.get(("reshard",), True) if row else self.flat[is_kept]
+            if resharded != self.flat[is_kept]:
                 written = to_flow_yaml(resharded)
                 note = f"{self.tool['title']} has no setting for it: written as {written}."
-                self._add_outcome(("reshard",), KeyEffect.UNSUPPORTED, note=note)
+                self._add_outcome(is_kept, KeyEffect.UNSUPPORTED, note=note)
         if kept != "R":
-            policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
-            every = ("recompute", "every")
-            fitting = [
-                row
-                for row in rows
-                if row.family == "activations"
-                and next(iter(row.tuples.values()))[3] == kept
-                and row.settings.get(("recompute",), "full") == policy
-                and row.settings.get(every) in (None, self.flat.get(every))
-            ]
-            fitting.sort(key=lambda row: every not in row.settings)  # stable
-            if case := self._write_case(fitting):
-                self._add_outcome(("activations",), KeyEffect.MAPPED, case)
-            else:
-                self._add_outcome(
-                    ("activations",), KeyEffect.UNSUPPORTED, note="There is no such setting."
-                )
+            self._write_activations([row for row in rows if row.family == "activations"], kept)
 
-    def _write_rows(
-        self, rows: Sequence[PlacementRow], wanted: Mapping[str, Sequence[str]]
-    ) -> None:
-        shown = " ⊗ ".join(f"{axis}: {','.join(modes)}" for axis, modes in wanted.items())
-        if case := self._write_case(rows):
-            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.MAPPED, case))
-        else:
-            note = f"{self.tool['title']} has no setting for it."
-            self.outcomes.append(KeyOutcome("placement", shown, KeyEffect.UNSUPPORTED, note=note))
+    def _write_activations(self, rows: Sequence[PlacementRow], kept: object) -> None:
+        """Write the settings of the row that recomputes or offloads as the spec does."""
+        policy = self.flat.get(("recompute",), self.flat.get(("recompute", "policy"), "full"))
+        every = ("recompute", "every")
+        fitting = [
+            row
+            for row in rows
+            if next(iter(row.tuples.values()))[3] == kept
+            and row.settings.get(("recompute",), "full") == policy
+            and row.settings.get(every) in (None, self.flat.get(every))
+        ]
+        # Stable: a row with the number of blocks is the nearest.
+        fitting.sort(key=lambda row: every not in row.settings)
+        self._write_rows(fitting, "activations", str(kept))
+
+    def _write_rows(self, rows: Sequence[PlacementRow], key: str, shown: str) -> None:
+        case = self._write_case(rows)
+        outcome = KeyEffect.MAPPED if case else KeyEffect.UNSUPPORTED
+        note = "" if case else f"{self.tool['title']} has no setting for it."
+        self.outcomes.append(KeyOutcome(key, shown, outcome, case, note))
 
     def _has_options(self, row: PlacementRow) -> bool:
         """Return True if the options of a row, such as its schedule, are the spec's."""
@@ -437,33 +452,41 @@ class _Writer:
         match = None if is_left_out else re.match(r"mesh\.(\w+)=N", answer)
         return full, match[1] if match else ""
 
-    def _find_values(self, said: Said) -> Iterator[tuple[Route, object, bool]]:
-        """Yield the key of the spec that a key of the tool stands for, the tool's value, and
-        whether it depends on other keys, for each answer that the spec agrees with."""
+    def _find_values(self, said: Said) -> Iterator[tuple[Route, object, bool, str]]:
+        """Yield the key of the spec that a key of the tool stands for, the tool's value, whether it
+        depends on other keys, and a note if the tool does something else, for each answer that the
+        spec agrees with."""
         cases = {"": said} if isinstance(said, str) else said
         for case, text in cases.items():
             word, *conditions = case.split(" & ")
-            match = ANSWER.fullmatch(text)  # answers of `shared` say what differs
+            match = ANSWER.fullmatch(shared_answer(text))
             route = tuple(match[1].split(".")) if match else ()
-            if not match or "=" in word or (match[3] or "").startswith(DIFFERS):
+            if not match or "=" in word or route not in self.flat or route[0] == "placement":
                 continue
-            if self.flat.get(route) is None or route[0] == "placement":
+            note = match[3] if (match[3] or "").startswith(DIFFERS) else ""
+            if note and self.flat[route] == self.usual.get(route):
                 continue
             is_sharded = any(modes[0][0] in "SM" for modes in self.data.values())
             config = {**self.config, "placed": "sharded" if is_sharded else "replicated"}
             if not all(is_case(part, None, config) for part in conditions):
                 continue
             right, given = match[2], self.flat[route]
-            if re.search(r"\bN\b", right):
+            if right == "VALUE" and isinstance(given, list):
+                yield route, given, False, note
+            elif match := re.fullmatch(r"N/\{(\w+)\}", right):
+                numbers = map(float, map(str, (given, self.config[match[1]])))
+                yield route, float(f"{math.prod(numbers):.12g}"), True, note
+            elif re.search(r"\bN\b", right):
                 items = re.findall(r"[\w.]+", right)
                 value = given[items.index("N")] if isinstance(given, list) else given
                 if is_number(value) and (len(items) > 1) == isinstance(given, list):
-                    yield route, value, isinstance(given, list)
+                    yield route, value, isinstance(given, list), note
             elif parse_value(right, "").root == given and (word != "else" or "false" in cases):
                 yield (
                     route,
                     True if word in ("", "else") else parse_value(word, "").root,
                     bool(conditions),
+                    note,
                 )
 
     def _nest_keys(self) -> dict[str, Any]:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
 from ptrain.cost import PLACED, Estimate, State
 from ptrain.derivation.estimate import Derivation
+from ptrain.errors import SpecError
 from ptrain.plan.show import format_plan
 from ptrain.report.predict import estimate_tables, prediction_of, prediction_screen
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
+from ptrain.spec.foreign_files import iter_leaves
 from ptrain.spec.keys import data_axis_dials
+from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
@@ -50,6 +54,7 @@ def _(selection: PlacementRanking) -> str:
     return selection_text(selection)
 
 
+_STATED = ("name", "mesh", "placement", "batch")
 _WRAPPER_DEFAULTS = ("unit", "overlap", "prefetch", "gather_after_update")
 
 
@@ -92,6 +97,37 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
         if not key or not mapping[section]:
             del mapping[section]
     return MinimalSpec(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
+
+
+def sparse_mapping(spec: Spec) -> dict[str, Any]:
+    """Return a mapping that loads to the same spec, without the keys that are set to their default.
+
+    Args:
+        spec: A resolved spec.
+
+    Returns:
+        The mapping. The name, the mesh, the placement and the batch stay.
+    """
+    mapping = minimal_spec(spec).mapping
+    placement: Any = mapping["placement"]
+    mapping["placement"] = {
+        axis: modes if "rest" in modes else ",".join(modes.values())
+        for axis, modes in placement.items()
+    }
+    leaves = [route for route, _ in iter_leaves((), mapping) if route[0] not in _STATED]
+    # From the last key, sections first: a preset comes before the sizes that follow from it. The
+    # family is the first, because the options of a shape are those that differ from it.
+    routes = {leaf[:size]: 0 for leaf in leaves[::-1] for size in range(1, len(leaf) + 1)}
+    for route in sorted(routes, key=lambda route: route[-1] != "family"):
+        trial = copy.deepcopy(mapping)
+        section: dict[str, Any] = trial
+        for key in route[:-1]:
+            section = section.get(key, {})
+        section.pop(route[-1], None)
+        with suppress(SpecError):  # others need the key
+            if replace(load(trial).spec, resolved=spec.resolved) == spec:
+                mapping = trial
+    return mapping
 
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:

@@ -37,6 +37,9 @@ Show = Callable[[Route, str], str]  # writes a key and its value in the syntax t
 Said = str | Mapping[str, str]
 
 ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
+_KEY = re.compile(r"\{([\w.]+)\}")  # {max_steps}: the value of another key of the file
+_TERM = re.compile(r"(\d[\d.e-]*)([*/])(?!0[.0]*$)(\d[\d.e-]*)")  # 128*8
+_POWERS = {"*": 1, "/": -1}  # of the second number
 _OPEN = re.compile(r"\b[A-Z]{2,}\b(?!\.)")  # STEPS, FOLDER: a value that only the user knows
 DIFFERS = "It does something else: "
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
@@ -114,8 +117,12 @@ def find_answer(
     if isinstance(said, Mapping):
         cases = (text for case, text in said.items() if is_case(case, value, config))
         said = next(cases, said["else"])
-    answer = said or ""
-    return str(load_hints()["shared"][answer[1:]]) if answer.startswith("@") else answer
+    return shared_answer(said or "")
+
+
+def shared_answer(text: str) -> str:
+    """Return an answer, or the one of `shared` that it names."""
+    return str(load_hints()["shared"][text[1:]]) if text.startswith("@") else text
 
 
 def for_foreign(route: Route, value: object, show: Show) -> str:
@@ -223,10 +230,16 @@ class _Converter:
             self._include_deepspeed(key)
         self.keys = foreign_keys(*self.tables)
         self.config: dict[str, object] = {
-            key_text(".".join(route)): _plain_value(route, value)
+            key_text(".".join(self._rename_section(route))): _plain_value(route, value)
             for route, value in self.leaves
             if value is not None
         }
+
+    def _rename_section(self, route: Route) -> Route:
+        """Return a key of an earlier version of the tool in the section that it is in now."""
+        moved = (self.tool.get("renamed", {}).get(route[0], ""), *route[1:])
+        words = [key_text(".".join(names)) for names in (moved, route)]
+        return moved if words[0] in self.keys and words[1] not in self.keys else route
 
     def _include_deepspeed(self, key: str) -> None:
         """Add the keys of a DeepSpeed config that a key of the file names, or holds."""
@@ -244,7 +257,7 @@ class _Converter:
     def convert_file(self) -> Conversion:
         """Return the conversion."""
         defaults = self.tool.get("defaults", {}).items()
-        assumed = {key: v for key, v in defaults if look_up(self.config, key) in (None, "auto")}
+        assumed = {key: value for key, value in defaults if look_up(self.config, key) is None}
         self.config |= assumed
         rows = choose_rows(self.columns, self.config)
         placed = rows.get("offload", rows.get("data"))
@@ -255,15 +268,19 @@ class _Converter:
             row = self._account_for_key(tuple(key.split(".")), value, is_assumed=True)
             is_noted = key in self.tool.get("notes", ()) and row.outcome is KeyEffect.DIFFERS
             if is_noted or (row.setting and not row.setting.startswith(("placement", "reshard"))):
-                note = row.note or f"the default of {self.tool['title']}"
-                self.outcomes.append(row._replace(outcome=KeyEffect.ASSUMED, note=note))
+                self.outcomes.append(row._replace(outcome=KeyEffect.ASSUMED))
         self._name_model()
         self._place_states(rows)
+        written = {key for route in self.settings for key in parts_of(route)}
+        self.outcomes += [
+            KeyOutcome(place, None, KeyEffect.ASSUMED, "", note)
+            for place, note in load_hints()["open"].items()
+            if place not in written
+        ]
         self.outcomes = list(map(self._show_placed, self.outcomes))
         for key, value in (("micro", 1), ("sequence", 4096)):
             if ("batch", key) not in self.settings:
-                note = f"Add `batch.{key}=N` to the command line to change it."
-                self._assume_value(("batch", key), value, note)
+                self._assume_value(("batch", key), value, f"Add `batch.{key}=N` to change it.")
         accumulate, at = self.settings.get(("batch", "accumulate")), ("batch", "micro")
         if self.tool.get("splits_batch") and accumulate and self.root["mesh"].get("pp", 1) > 1:
             if accumulate % self.settings[at]:
@@ -297,6 +314,7 @@ class _Converter:
         answer = self._answer_of(route, value)
         match = ANSWER.fullmatch(answer)
         place, right, note = (match[1], match[2], match[3] or "") if match else ("", "", answer)
+        right = _KEY.sub(lambda key: str(look_up(self.config, key[1])), right)
         right = right.replace("VALUE", to_flow_yaml(value)) if isinstance(value, list) else right
         if re.search(r"\bN\b", right) and not is_number(value):
             note, place = f"Set it to a number: it is `{place}`.", ""
@@ -313,7 +331,7 @@ class _Converter:
         outcome = KeyEffect.DIFFERS if note.startswith(DIFFERS) else KeyEffect.MAPPED
         if place == "devices" and self.ranks and self.ranks != self._count_ranks({}):
             return KeyOutcome(key, value, KeyEffect.DIFFERS, place, f"{self.ranks} replaces it.")
-        if place in ("model", "devices"):
+        if place in ("model", "devices") and right == "1":
             return KeyOutcome(key, value, outcome, place)
         setting = self._keep_setting(
             tuple(place.split(".")), right, value, route, is_assumed=is_assumed
@@ -322,8 +340,8 @@ class _Converter:
 
     def _answer_of(self, route: Route, value: object) -> str:
         """Return the answer for a key of the file, as in the tables."""
-        word = key_text(".".join(route))
-        names = set(parts_of(route))
+        route = self._rename_section(route)
+        word, names = key_text(".".join(route)), set(parts_of(route))
         for table in (*self.tables, self.tool["title"]) if word not in self.keys else ():
             for reason, words in load_hints()["unaffected"].get(table, {}).items():
                 if names & _word_set(words):
@@ -346,9 +364,13 @@ class _Converter:
         """Keep the value of a key of the spec; return it as text."""
         is_whole = isinstance(value, float) and abs(value) >= 1 and value.is_integer()
         number = int(value) if is_whole else value
-        parsed = parse_value(re.sub(r"\bN\b", str(number), right), "").root
-        if isinstance(parsed, list) and "N" in right:  # one of two numbers, such as beta1
-            at = re.findall(r"[\w.]+", right).index("N")
+        text, right = right, re.sub(r"\bN\b", str(number), right)
+        right = _TERM.sub(
+            lambda term: f"{float(term[1]) * float(term[3]) ** _POWERS[term[2]]:.12g}", right
+        )
+        parsed = parse_value(right, "").root
+        if isinstance(parsed, list) and "N" in text:  # one of two numbers, such as beta1
+            at = re.findall(r"[\w.]+", text).index("N")
             parsed = [*self.settings.get(place, parsed)]
             parsed[at] = number
         if not (is_assumed and place in self.settings):
@@ -363,7 +385,11 @@ class _Converter:
             self.settings[("model", "preset")] = name
         elif any(route[0] == "model" for route in self.settings):
             shape = self.tool.get("shape", {}).items()
+            is_given = re.search(r"vocab|preset|model=", self.models)
             self.settings |= {("model", key): text for key, text in shape}
+            if shape and ("model", "vocab") not in self.settings and not is_given:
+                remedy = "Add `model.vocab=N`: the number of tokens of the tokenizer."
+                self._reject_key(("model",), "the file has no size of the vocabulary", remedy)
         elif not self.models:
             said = f"{'-'.join(filter(None, words)) or 'the file'} names no model that is built in"
             file = to_flow_yaml(str(self.path))
@@ -478,8 +504,8 @@ def set_value(mapping: dict[str, Any], route: Route, value: object) -> None:
         node[key] = inner if isinstance(inner, dict) else {_WORD_OF.get(key, "kind"): inner}
         node = node[key]
     held = node.get(route[-1])
-    if isinstance(held, dict) and not isinstance(value, dict):
-        held[_WORD_OF.get(route[-1], "kind")] = value
+    if isinstance(held, dict):
+        held |= value if isinstance(value, dict) else {_WORD_OF.get(route[-1], "kind"): value}
     else:
         node[route[-1]] = value
 

@@ -112,9 +112,7 @@ def _substitute(word: str, variables: Mapping[str, str]) -> str:
 
     for _ in range(4):  # a default may name another variable
         word = _VARIABLE.sub(replace, word)
-    if match := _PRODUCT.fullmatch(word):
-        return str(int(match[1]) * int(match[2]))
-    return word
+    return _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), word)
 
 
 def _argument_value(values: list[str]) -> object:

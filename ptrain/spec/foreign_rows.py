@@ -85,6 +85,17 @@ class PlacementRow(NamedTuple):
     settings: Mapping[Route, object]
     cases: tuple[Mapping[str, str], ...]
 
+    def join_settings(self, rows: Sequence[PlacementRow]) -> PlacementRow:
+        """Return this row with the settings of one of the rows too, where the two agree."""
+        joined = [
+            {**case, **other}
+            for case in self.cases
+            for row in rows
+            for other in row.cases
+            if {**case, **other} == {**other, **case}
+        ]
+        return self._replace(cases=tuple(joined))
+
 
 @cache
 def placement_rows(column: str) -> tuple[PlacementRow, ...]:

@@ -12,6 +12,7 @@ from ptrain.cost import PLACED
 from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
+from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
 from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
 from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.model import (
@@ -135,10 +136,11 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
 
     Values that follow from others and would not fit another mesh or placement are left out:
     `accumulate`, the number of stages, and `sync.gradients` unless `sync_is_written`. So are
-    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`) and dials that the wrapper
-    chooses.
+    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`), keys that only other
+    optimizers read, and dials that the wrapper chooses.
     """
     said = section_mapping(spec)
+    said["optimizer"] = _optimizer_section(spec.optimizer)
     sync = said["sync"]
     assert isinstance(sync, dict), "a section"
     if not sync_is_written:
@@ -166,6 +168,18 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     }
     cluster = {"cluster": section_mapping(spec.cluster)} if spec.cluster else {}
     return {**first, **said, **cluster, **activation_keys(spec)}
+
+
+def _optimizer_section(optimizer: OptimizerSpec) -> dict[str, object]:
+    """Return the section without the keys that only other optimizers read, at their default."""
+    others = [OPTIMIZERS[row.remainder] for row in optimizer.rows if row.remainder]
+    read = {key for row in (*optimizer.rows, *others) for key in row.keys}
+    usual = section_mapping(OptimizerSpec())
+    unread = {
+        (key, str(usual.get(key))) for row in OPTIMIZERS.values() for key in row.keys.keys() - read
+    }
+    written = section_mapping(optimizer).items()
+    return {key: value for key, value in written if (key, str(value)) not in unread}
 
 
 def _tuples_value(factor: Factor) -> dict[str, object]:
@@ -233,7 +247,7 @@ def _model_section(model: ModelSpec) -> dict[str, object]:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in list_files("models") else {}
             begun = _drop_none(pretrained=model.pretrained)
-            sizes = {name: getattr(model, name) for name in _SIZES}
+            sizes = {name: getattr(model, name) for name in SIZES}
             return {
                 **known,
                 **begun,
@@ -277,21 +291,22 @@ def keys_of_shape(model: ModelShape) -> dict[str, Any]:
         key: _file_value(holds, getattr(model, option.name))
         for key, (option, holds) in section_keys(BlockOptions).items()
     }
-    sizes = {name: getattr(model, name) for name in _SIZES}
+    sizes = {name: getattr(model, name) for name in SIZES}
     return {"family": model.family.value, **options, **sizes, "head_dim": model.head_dim}
 
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
 def omitted_sections() -> dict[str, object]:
-    """Return the sections that `to_mapping` leaves out, with their defaults."""
+    """Return the sections that `to_mapping` leaves out, whole or in part, with their defaults."""
     return {
         "offload": section_mapping(Offload()),
         "frozen": section_mapping(FrozenSpec()),
         "tensor": section_mapping(TensorSpec()),
         "pipeline": section_mapping(PipelineSpec()),
+        "optimizer": section_mapping(OptimizerSpec()),
         **UNWRITTEN,
     }
 

@@ -41,6 +41,7 @@ from ptrain.spec.leaf import (
 )
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import require_file
+from ptrain.spec.write import omitted_sections
 from ptrain.units import leaves
 
 _REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."
@@ -95,9 +96,12 @@ def difference_lines(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
         spec: The spec of the training.
     """
     before, now = dict(leaves(was)), dict(leaves(trained_sections(spec)))
+    defaults = dict(leaves(omitted_sections()))
     for place in {**before, **now}:
         section = place.partition(".")[0]
-        is_kept = place in before or isinstance(was.get(section), dict)
+        # Older manifests have the keys of all optimizers, and later ones more sections.
+        is_default = place not in now and defaults.get(place, now) == before[place]
+        is_kept = not is_default and (place in before or isinstance(was.get(section), dict))
         if section in _WATCHED and is_kept and before.get(place) != now.get(place):
             yield (
                 f"{place}: {_format_value(before, place)} in the checkpoint, "

@@ -259,6 +259,7 @@ def test_each_answer_is_a_key_with_a_legal_value_or_a_sentence(answer):
     known = check._key_aliases(SpecRaw, ())
     assert route in known or route[:2] == ("model", "arguments") or route[0] == "placement"
     assert more is None or more.endswith(".")
+    value = re.sub(r"(\bN[*/])?\{[\w.]+\}", "N", value)  # another key of a file
     value = re.sub(r"\bN\b", "0.05" if key in SHARES else "2", value)
     if re.search(r"\b[A-Z]{2,}\b(?!\.)", value.replace("MiB", "")):
         return  # STEPS, FOLDER: the reader's own

@@ -13,7 +13,9 @@ from ptrain.facts.model import Operator
 from ptrain.optimizers.ghost import update_operators
 from ptrain.spec.cluster import OperatorKind
 from ptrain.spec.job import OPTIMIZERS
+from ptrain.spec.load import load
 from ptrain.spec.precision import FP32, LAYOUTS, DType
+from ptrain.train.manifest import difference_lines, trained_sections
 from tests.pure.changes import load_changed
 from tests.pure.test_rates import pace
 from tests.pure.test_wrapper_replay import FACTS, plan_spec
@@ -96,3 +98,52 @@ def test_keys_of_other_optimizers_are_rejected_by_name(optimizer, place: str) ->
     with pytest.raises(SpecError, match="does not read") as error:
         load_changed(optimizer=optimizer)
     assert [fault.place for fault in error.value.faults] == [place]
+
+
+FULL = {  # every section of the optimizer in a run folder of an earlier version
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "momentum": 0.0,
+    "beta2_decay": -0.8,
+    "eps2": 1e-3,
+    "d": 1.0,
+}
+READ = {
+    "adamw": {"betas", "eps"},
+    "sgd": {"momentum"},
+    "nadam": {"betas", "eps"},
+    "lion": {"betas"},
+    "muon": {"momentum", "betas", "eps"},  # AdamW updates all that are no matrices
+    "adafactor": {"beta2_decay", "eps2", "d"},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_resolved_spec_has_the_keys_that_its_optimizer_reads(name: str) -> None:
+    written = load_changed(placement="ddp", mesh={"dp_replicate": 2}, optimizer={"name": name})
+    section = written.resolved["optimizer"]
+    assert isinstance(section, dict) and FULL.keys() & section.keys() == READ[name]
+    assert load(written.resolved).spec == written
+
+
+def test_a_group_with_another_optimizer_keeps_the_keys_of_both() -> None:
+    groups = [{"match": "matrices", "name": "muon"}]
+    written = load_changed(
+        placement="ddp", mesh={"dp_replicate": 2}, optimizer={"name": "sgd", "groups": groups}
+    )
+    assert FULL.keys() & written.resolved["optimizer"].keys() == READ["sgd"] | READ["muon"]
+
+
+def test_a_record_with_the_keys_of_all_optimizers_is_the_same_spec() -> None:
+    now = load_changed()
+    older = dict(now.resolved) | {"optimizer": {**FULL, **now.resolved["optimizer"]}}
+    assert load(older).spec == now
+    manifest = trained_sections(now) | {"optimizer": older["optimizer"]}
+    assert not list(difference_lines(manifest, now))
+    manifest["optimizer"] = older["optimizer"] | {"eps2": 0.5}
+    assert [line.split(":")[0] for line in difference_lines(manifest, now)] == ["optimizer.eps2"]
+
+
+def test_a_key_that_the_optimizer_does_not_read_is_written_if_it_was_set() -> None:
+    written = load_changed(optimizer={"name": "sgd", "eps": 0.5}).resolved["optimizer"]
+    assert written["eps"] == 0.5 and "betas" not in written

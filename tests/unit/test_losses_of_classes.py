@@ -11,7 +11,7 @@ import pytest
 
 from ptrain.errors import SpecError
 from ptrain.models.initialize import accept_module, build_model
-from ptrain.models.pretrained import _MORE_LOSS
+from ptrain.models.pretrained import _MORE_LOSS, build_meta_module, ignored_fields
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 
@@ -74,6 +74,25 @@ def test_a_given_model_is_rejected_too() -> None:
         accept_module(module, spec)
     module.config.output_router_logits = False
     accept_module(module, spec)
+
+
+def test_layers_of_multi_token_prediction_are_named_as_fields_without_effect() -> None:
+    """No class of transformers builds them: files with their weights load without them."""
+    fields = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    model = HuggingFaceModel(hf="DeepseekV3ForCausalLM", config={**SIZES, **fields})
+    assert any("num_nextn_predict_layers" in field for field in ignored_fields(model))
+    names = {name for name, _ in build_meta_module(model).named_modules()}
+    assert not [name for name in names if "mtp" in name or "nextn" in name]
+
+
+@pytest.mark.nightly
+def test_no_class_builds_layers_of_multi_token_prediction_or_adds_their_loss() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        for name in [named] if isinstance(named, str) else named:
+            source = inspect.getsource(getattr(transformers, name))
+            assert not re.search(r"self\.\w*(mtp|nextn)\w* =|(mtp|nextn)\w*_loss", source), name
 
 
 @pytest.mark.nightly
