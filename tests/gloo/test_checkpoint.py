@@ -21,7 +21,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint, manifest
+from ptrain.train import checkpoint, manifest, saving
 from ptrain.train.checkpoint import METADATA, IndexReader, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
@@ -60,7 +60,7 @@ def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
     for index in range(STEPS):
         step(program, index)
     state = full_state(program)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     return state
 
 
@@ -103,7 +103,7 @@ def losses_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> list[
     program = program_of(name, *overrides)
     for index in range(STEPS):
         step(program, index)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     resumed = program_of(name, *overrides)
     load_saved(resumed, folder)
     for each in (program, resumed):
@@ -151,7 +151,7 @@ def test_steps_after_a_resume_are_bitwise_those_of_an_uninterrupted_run(
 def saved_checkpoint(tmp_path: Path) -> Path:
     program = single_device_state()
     step(program, 0)
-    return checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
+    return saving.save_checkpoint(program, tmp_path / "checkpoints", 1, Exchange(program.world))
 
 
 def single_device_state(*overrides: str) -> Program:
@@ -163,7 +163,7 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
     small = SimpleNamespace(total=10**6, used=0, free=1000)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: small)
     with pytest.raises(PtrainError, match=r"not writable: .* are needed, but 1 kB are free"):
-        checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
+        saving.save_checkpoint(program, tmp_path / "checkpoints", 1, Exchange(program.world))
     assert not list(tmp_path.iterdir())
 
 
@@ -174,14 +174,14 @@ def test_a_manifest_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     program = single_device_state()
     monkeypatch.setattr(manifest, "write", write)
     with pytest.raises(PtrainError, match=r"not writable: .*No space left"):
-        checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+        saving.save_checkpoint(program, tmp_path, 1, Exchange(program.world))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
     program = single_device_state()
     exchange = Exchange(program.world)
-    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
+    newer = saving.save_checkpoint(program, saved_checkpoint.parent, 2, exchange)
     data = next(newer.glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -195,11 +195,11 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
 def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved_checkpoint):
     program = single_device_state()
     exchange, run = Exchange(program.world), RunFolder(saved_checkpoint.parents[1])
-    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
+    newer = saving.save_checkpoint(program, saved_checkpoint.parent, 2, exchange)
     (newer / manifest.NAME).write_text("{")
     assert resume_training(program, run, "auto", exchange) == 1
     assert manifest.complete_checkpoints(run.checkpoints) == [saved_checkpoint]
-    checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
+    checkpoint.verify_files(saving.save_checkpoint(program, run.checkpoints, 2, exchange), exchange)
 
 
 def test_a_run_killed_before_or_in_a_removal_continues_and_removes_later(tmp_path, monkeypatch):
@@ -207,18 +207,18 @@ def test_a_run_killed_before_or_in_a_removal_continues_and_removes_later(tmp_pat
     exchange, run = Exchange(program.world), RunFolder(tmp_path)
 
     def save(step: int) -> None:
-        checkpoint.save(program, run.checkpoints, step, exchange)
-        checkpoint.remove_older(program, run.checkpoints)
+        saving.save_checkpoint(program, run.checkpoints, step, exchange)
+        saving.remove_older(program, run.checkpoints)
 
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
     save(1)
     for step, (module, name) in enumerate([(Path, "rename"), (manifest.shutil, "rmtree")], 2):
-        checkpoint.save(program, run.checkpoints, step, exchange)
+        saving.save_checkpoint(program, run.checkpoints, step, exchange)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(module, name, kill)
-            checkpoint.remove_older(program, run.checkpoints)
+            saving.remove_older(program, run.checkpoints)
         assert resume_training(program, run, "auto", exchange) == step
         assert not manifest.incomplete_checkpoints(run.checkpoints)
     save(4)
@@ -230,7 +230,7 @@ def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
     program = single_device_state()
     exchange = Exchange(program.world)
     stranger = tmp_path / "20260101-000000-zero3"
-    checkpoint.save(program, stranger / "checkpoints", 1, exchange)
+    saving.save_checkpoint(program, stranger / "checkpoints", 1, exchange)
     own = RunFolder(tmp_path / "20260102-000000-zero3")
     assert resume_training(program, own, "auto", exchange) == 0
     assert resume_training(program, own, str(stranger), exchange) == 1
@@ -270,7 +270,7 @@ def test_another_layout_is_rejected_with_the_one_that_was_trained(tmp_path, trai
     program = single_device_state(f"precision.{trained}")
     step(program, 0)
     exchange = Exchange(program.world)
-    saved = checkpoint.save(program, tmp_path, 1, exchange)
+    saved = saving.save_checkpoint(program, tmp_path, 1, exchange)
     found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError) as caught:
         checkpoint.load(single_device_state(f"precision.{asked}"), saved, found, exchange)
@@ -288,7 +288,7 @@ def test_heads_that_change_no_shape_are_another_model_all_the_same(saved_checkpo
 def test_a_tensor_that_would_be_dropped_is_rejected(tmp_path):
     larger = single_device_state("model.layers=2")
     exchange = Exchange(larger.world)
-    saved = checkpoint.save(larger, tmp_path, 1, exchange)
+    saved = saving.save_checkpoint(larger, tmp_path, 1, exchange)
     older = replace(checkpoint.verify_files(saved, exchange), trained={})
     with pytest.raises(
         PtrainError, match=r"tensors that this model or optimizer does not have.*\n.*remedy"
