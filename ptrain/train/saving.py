@@ -16,9 +16,10 @@ import re
 import secrets
 import shutil
 import signal
-import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,12 +78,14 @@ class PendingCheckpoint:
         temporary: The folder until then.
         state: The tensors of this rank.
         manifest: The manifest, without the files.
+        began: When the save began (`time.monotonic`).
     """
 
     final: Path
     temporary: Path
     state: dict[str, Any]
     manifest: Manifest
+    began: float
 
 
 def begin_save(
@@ -103,7 +106,7 @@ def begin_save(
         PtrainError: The disk has less space than the tensors need.
         TrainingStopped: A value is not finite.
     """
-    name = manifest.folder_name(step)
+    began, name = time.monotonic(), manifest.folder_name(step)
     # The ranks share a temporary folder. Its random name differs from leftovers of a killed job.
     token = exchange.broadcast(secrets.token_hex(4))
     final, temporary = parent / name, parent / f"{name}.tmp-{token}"
@@ -123,8 +126,11 @@ def begin_save(
         trained=manifest.trained_sections(program.spec),
         samples=step * program.spec.batch.global_samples + program.sample_offset,
         data=program.data_prints,
+        tensor_bytes=needed,
     )
-    return PendingCheckpoint(final=final, temporary=temporary, state=state, manifest=described)
+    return PendingCheckpoint(
+        final=final, temporary=temporary, state=state, manifest=described, began=began
+    )
 
 
 def write_checkpoint(pending: PendingCheckpoint, exchange: Exchange) -> None:
@@ -230,7 +236,8 @@ def _commit_checkpoint(pending: PendingCheckpoint, answers: list[dict[str, Any]]
     assert not unlisted, f"files that no rank has written: {sorted(unlisted)}"
     for name in files:
         os.chmod(temporary / name, 0o600)  # torch's writer uses the mode of the umask
-    manifest.write(temporary, replace(pending.manifest, files=files))
+    seconds = time.monotonic() - pending.began
+    manifest.write(temporary, replace(pending.manifest, files=files, seconds=seconds))
     # The manifest is flushed, so a folder with the final name is complete also after a power loss.
     temporary.rename(final)
     manifest.sync_folder(final.parent)
@@ -264,11 +271,11 @@ class CheckpointSaver:
     ) -> None:
         self._program, self._parent, self._check = program, parent, check
         self._exchange, self._interrupts = exchange, interrupts
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writing: Future[None] | None = None
         self._stager: DefaultStager | None = None
         if program.spec.checkpoint.background:
-            self._of_thread = Exchange(program.world)  # used by the threads only
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._of_thread = Exchange(program.world)  # only the thread uses it
             self._stager = _make_stager(program.world.device.type == "cuda")
 
     def save(self, step: int) -> None:
@@ -287,49 +294,48 @@ class CheckpointSaver:
         if pending is None:
             LOG.info("checkpoint  %s", display_path(self._parent / manifest.folder_name(step)))
         elif self._stager is None:
-            with suppress_single_process_warning():
-                self._write(pending, self._exchange)
+            self._write(pending, self._exchange)
         else:
             copied = replace(pending, state=self._stager.stage(pending.state))
-            self._thread = threading.Thread(target=self._write_aside, args=(copied,), daemon=True)
-            self._thread.start()
+            self._writing = self._thread.submit(self._write, copied, self._of_thread)
+            self._writing.add_done_callback(self._stop_if_failed)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no checkpoint is being written."""
+        return self._writing is None or self._writing.done()
 
     def finish(self) -> None:
         """Wait until the checkpoint is written. Raises the error of a save that failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            raise self._failure
+        if self._writing is not None:
+            self._writing.result()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Release the thread and the copies. After an error, wait for a few seconds only."""
-        if self._thread is not None:
-            self._thread.join(_LAST_SECONDS)
-        # A thread that waits for a lost rank still uses its exchange. It ends with the process.
-        if self._stager is not None and not (self._thread and self._thread.is_alive()):
+        if self._stager is None:
+            return
+        if self._writing is not None:
+            wait([self._writing], _LAST_SECONDS)
+        is_done = self.is_idle
+        self._thread.shutdown(wait=is_done)
+        if is_done:  # a thread that waits for a lost rank still uses its exchange
             self._of_thread.close()
             self._stager.close()
 
     def _write(self, pending: PendingCheckpoint, exchange: Exchange) -> None:
         """Write a checkpoint, and remove older ones."""
-        write_checkpoint(pending, exchange)
+        with suppress_single_process_warning():
+            write_checkpoint(pending, exchange)
         LOG.info("checkpoint  %s", display_path(pending.final))
         remove_older(self._program, self._parent)
 
-    def _write_aside(self, pending: PendingCheckpoint) -> None:
-        """Write a checkpoint, in the thread."""
-        try:
-            with suppress_single_process_warning():
-                self._write(pending, self._of_thread)
-        # Whatever it is, `finish` raises it. CheckpointException is no Exception.
-        except BaseException as error:  # noqa: BLE001
-            self._failure = error
-            # The ranks agree on signals after each step. Then they stop, and `save` raises.
-            self._interrupts.received.add(signal.SIGTERM)
+    def _stop_if_failed(self, writing: Future[None]) -> None:
+        """Make all ranks stop after the current step, where `save` raises the error."""
+        if writing.exception() is not None:
+            self._interrupts.received.add(signal.SIGTERM)  # the ranks agree on signals
 
 
 def _make_stager(is_gpu: bool) -> DefaultStager:

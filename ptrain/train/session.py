@@ -304,10 +304,7 @@ def _run_training(
             consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
             guard = make_guard(program, session.exchange, probe.is_measured, resuming)
-            # A checkpoint has one copy of a replicated tensor, which hides a difference.
-            saver = CheckpointSaver(
-                program, folder.checkpoints, exchange, interrupts, consistency.require_agreement
-            )
+            saver = _make_saver(program, session, interrupts, consistency)
             parts = LoopInputs(
                 corpus=text,
                 exchange=session.exchange,
@@ -321,14 +318,31 @@ def _run_training(
                 consistency=consistency,
                 save=saver.save,
             )
-            if world.is_first:
-                with warn_if_unwritable(ROOT / "latest", LOG.warning):
-                    mark_as_latest(session.folder)
-            with saver:
-                outcome = train(program, parts, first=first)
-                saver.finish()
+            outcome = _run_steps(session, program, parts, saver, first)
         of_run = _make_predictions(derivation, probe, routing)
         return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
+
+
+def _run_steps(
+    session: Session, program: Program, parts: LoopInputs, saver: CheckpointSaver, first: int
+) -> Outcome:
+    """Train, and wait for the last checkpoint."""
+    if session.world.is_first:
+        with warn_if_unwritable(ROOT / "latest", LOG.warning):
+            mark_as_latest(session.folder)
+    with saver:
+        outcome = train(program, parts, first=first)
+        saver.finish()
+    return outcome
+
+
+def _make_saver(
+    program: Program, session: Session, interrupts: rank_start.Interrupts, consistency: Consistency
+) -> CheckpointSaver:
+    """Return the saver of the checkpoints."""
+    # A checkpoint has one copy of a replicated tensor, which hides a difference.
+    check = consistency.require_agreement
+    return CheckpointSaver(program, session.folder.checkpoints, session.exchange, interrupts, check)
 
 
 def _fingerprint_on_first_rank(

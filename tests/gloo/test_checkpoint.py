@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +21,17 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
+from ptrain.optimizers.update import saved_bytes
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
+from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, manifest, saving
 from ptrain.train.checkpoint import METADATA, IndexReader, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.loop import local_batch
+from ptrain.train.rank_start import Interrupts
+from ptrain.train.saving import CheckpointSaver
 from ptrain.units import leaves
 from tests.jobs import TINY
 
@@ -60,7 +66,12 @@ def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
     for index in range(STEPS):
         step(program, index)
     state = full_state(program)
-    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
+    exchange, interrupts = Exchange(program.world), Interrupts()
+    with CheckpointSaver(program, Path(folder), exchange, interrupts, lambda _: None) as saver:
+        saver.save(STEPS)
+        step(program, STEPS)  # in the background, this changes the state while it is written
+        saver.finish()
+    assert not interrupts.received
     return state
 
 
@@ -79,12 +90,13 @@ def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
     return full_state(program)
 
 
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
-    ranks, tmp_path, saved, loaded, layout
+    ranks, tmp_path, saved, loaded, layout, background
 ):
-    overrides = (f"precision.layout={layout}",)
+    overrides = (f"precision.layout={layout}", f"checkpoint.background={background}")
     before = ranks.run(2, save_on_ranks, saved, overrides, str(tmp_path))[0]
     after = ranks.run(4, load_on_ranks, loaded, (*overrides, _mesh(loaded)), str(tmp_path))[0]
     assert set(before) == set(after)
@@ -165,6 +177,48 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
     with pytest.raises(PtrainError, match=r"not writable: .* are needed, but 1 kB are free"):
         saving.save_checkpoint(program, tmp_path / "checkpoints", 1, Exchange(program.world))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_in_the_background_that_fails_ends_the_training_with_its_message(
+    tmp_path, monkeypatch
+):
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    program, interrupts = single_device_state("checkpoint.background=true"), Interrupts()
+    exchange = Exchange(program.world)
+    with CheckpointSaver(program, tmp_path, exchange, interrupts, lambda _: None) as saver:
+        saver.save(1)
+        saver.finish()
+        assert not interrupts.received
+        monkeypatch.setattr(manifest, "write", write)
+        saver.save(2)
+        with pytest.raises(PtrainError, match=r"not writable: .*No space left"):
+            saver.save(3)
+    assert interrupts.received == {signal.SIGTERM}
+    assert [path.name for path in tmp_path.iterdir()] == [manifest.folder_name(1)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision.layout=zero16",),
+        ("precision.layout=fp16", "optimizer.name=lion"),
+        ("optimizer.name=muon",),
+        ("model.tied=true", "optimizer.groups=[{match: norms, name: sgd}]"),
+        ("model.lora_rank=4", "frozen.dtype=nf4"),
+        ("model.experts=4", "model.bias_update_rate=0.1", "precision.compute=fp64"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_bytes_of_a_checkpoint_are_predicted(tmp_path, overrides):
+    program = single_device_state(*overrides)
+    path = saving.save_checkpoint(program, tmp_path, 1, Exchange(program.world))
+    metadata = IndexReader(path, listed=frozenset(manifest.read(path).files)).read_metadata()
+    tensors = metadata.state_dict_metadata.values()
+    counted = sum(prod(each.size) * each.properties.dtype.itemsize for each in tensors)
+    assert saved_bytes(program.spec, facts_of(program.spec)) == counted
+    assert manifest.read(path).tensor_bytes == counted
 
 
 def test_a_manifest_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
