@@ -100,7 +100,7 @@ FILES: dict[str, Words] = {
     "ptrain/cli/arguments.py": Words(1, 0, 0),
     "ptrain/cli/cache.py": Words(1, 0, 0),
     "ptrain/cli/calibrate.py": Words(1, 0, 0),
-    "ptrain/cli/checkpoints.py": Words(1, 1, 0),
+    "ptrain/cli/checkpoints.py": Words(1, 0, 0),
     "ptrain/cli/compare.py": Words(1, 0, 0),
     "ptrain/cli/completion.py": Words(3, 0, 0),
     "ptrain/cli/convert.py": Words(1, 1, 0),

@@ -94,17 +94,17 @@ def _examine_checkpoint(path: Path, *, verifies: bool) -> SavedStep | None:
     fault = manifest.find_fault(path, hashes=verifies)
     if not path.exists():
         return None
-    found = None
+    stored = None
     with suppress(PtrainError):  # `fault` has the reason
-        found = manifest.read(path)
+        stored = manifest.read(path)
     return SavedStep(
         step=manifest.step_in_name(path),
         path=str(path),
         files=len(stats),
         bytes=sum(stat.st_size for stat in stats.values()),
         time=own and datetime.fromtimestamp(own.st_mtime, UTC).isoformat(timespec="seconds"),
-        tensor_bytes=found.tensor_bytes if found else None,
-        seconds=found.seconds if found else None,
+        tensor_bytes=stored.tensor_bytes if stored else None,
+        seconds=stored.seconds if stored else None,
         state="damaged" if fault else "sound" if verifies else "complete",
         fault=fault,
     )
