@@ -6,12 +6,15 @@ The sizes and digests are those of each checkpoint's manifest. This module impor
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ptrain.cli.arguments import print_json
+from ptrain.errors import PtrainError
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.train import manifest
@@ -30,6 +33,8 @@ class SavedStep:
         bytes: The size of its files on disk.
         time: The time of the last change of its manifest, in UTC and as ISO 8601; None without
             one.
+        tensor_bytes: The bytes of the tensors in it. None: unknown, in old manifests.
+        seconds: The time of the save. None: unknown, in old manifests.
         state: "complete" (sizes compared), "sound" (digests compared) or "damaged".
         fault: The first fault of a damaged one, else "".
     """
@@ -39,6 +44,8 @@ class SavedStep:
     files: int
     bytes: int
     time: str | None
+    tensor_bytes: int | None
+    seconds: float | None
     state: str
     fault: str
 
@@ -87,20 +94,32 @@ def _examine_checkpoint(path: Path, *, verifies: bool) -> SavedStep | None:
     fault = manifest.find_fault(path, hashes=verifies)
     if not path.exists():
         return None
+    stored = None
+    with suppress(PtrainError):  # `fault` has the reason
+        stored = manifest.read(path)
     return SavedStep(
         step=manifest.step_in_name(path),
         path=str(path),
         files=len(stats),
         bytes=sum(stat.st_size for stat in stats.values()),
         time=own and datetime.fromtimestamp(own.st_mtime, UTC).isoformat(timespec="seconds"),
+        tensor_bytes=stored.tensor_bytes if stored else None,
+        seconds=stored.seconds if stored else None,
         state="damaged" if fault else "sound" if verifies else "complete",
         fault=fault,
     )
 
 
+def _format_or_dash(value: float | None, text_of: Callable[[Any], str]) -> str:
+    """Return a figure as text, or a dash if it is unknown."""
+    return "–" if value is None else text_of(value)
+
+
 def _checkpoint_table(rows: list[SavedStep]) -> str:
     """Return the table of the checkpoints, newest first."""
     times = [row.time and datetime.fromisoformat(row.time).astimezone() for row in rows]
+    tensors = [_format_or_dash(row.tensor_bytes, format_bytes) for row in rows]
+    seconds = [_format_or_dash(row.seconds, "{:.2f}".format) for row in rows]
     saved = [f"{time:%Y-%m-%d %H:%M:%S}" if time else "–" for time in times]
     return render_table(
         [
@@ -108,6 +127,8 @@ def _checkpoint_table(rows: list[SavedStep]) -> str:
             TableColumn("saved", cells=saved),
             TableColumn("files", Importance.DETAIL, [str(row.files) for row in rows]),
             TableColumn("size", cells=[format_bytes(row.bytes) for row in rows]),
+            TableColumn("tensors", Importance.DETAIL, tensors),
+            TableColumn("seconds", Importance.DETAIL, seconds),
             TableColumn("state", Importance.RESULT, [row.state for row in rows], left=True),
         ]
     )

@@ -271,6 +271,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result = result_record(prediction.label, (derivation.paper, derivation.exact))
     result["parameters"] = prediction.num_parameters
     result["tokens_per_step"] = step_tokens(prediction.spec, derivation.facts)
+    result["checkpoint_bytes"] = prediction.checkpoint_bytes
     result["fit"] = {
         "peak_bytes": fitting.peak_bytes,
         "lower_bytes": fitting.lower_bytes,

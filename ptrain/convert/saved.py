@@ -35,6 +35,7 @@ from ptrain.train.checkpoint import IndexReader
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, display_path, require_run
 from ptrain.train.manifest import Manifest
+from ptrain.train.saving import suppress_single_process_warning
 
 _MODEL = "model."
 
@@ -128,7 +129,7 @@ class SavedModel:
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in entries.items()
         }
-        with checkpoint.suppress_single_process_warning():
+        with suppress_single_process_warning():
             # `dcp.load` fills these tensors in place; it reshards what several ranks have saved.
             dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
         return tensors

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ptrain.cost import State
-from ptrain.optimizers.groups import Rule, RuleRange, TargetRules, split_by_rule, uniform_rule
+from ptrain.facts.model import ModelFacts
+from ptrain.optimizers.groups import (
+    Rule,
+    RuleRange,
+    TargetRules,
+    rules_of_unit,
+    split_by_rule,
+    uniform_rule,
+)
 from ptrain.runtime.interface import (
     Optimizer,
     OptimizerFactory,
@@ -22,7 +31,9 @@ from ptrain.runtime.interface import (
     TensorRuntime,
 )
 from ptrain.spec.job import OPTIMIZERS, OptimizerSpec
+from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
+from ptrain.spec.spec import Spec
 
 MASTER, COUNTER = "master", "step"
 
@@ -548,3 +559,33 @@ def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
     master = layout.master.itemsize if layout.master else 0
     rule = uniform_rule(spec)
     return master + moments_per_element(rule) * layout.moments.itemsize
+
+
+def saved_bytes(spec: Spec, facts: ModelFacts) -> int:
+    """Return the bytes of the tensors in a checkpoint, which are the same for every placement.
+
+    Args:
+        spec: The spec.
+        facts: The facts of the full model.
+
+    Example:
+        >>> saved_bytes(spec, facts)  # AdamW with fp32 states, P parameters in n tensors
+        12 * P + 4 * n
+    """
+    layout = spec.precision.effective_layout
+    master = layout.master.itemsize if layout.master else 0
+    # The scale and its counter (`interpreter.loss.LossScale`), each of 4 bytes.
+    total = 8 if layout.gradients is DType.FP16 else 0
+    if isinstance(shape := spec.model, ModelShape) and shape.bias_update_rate is not None:
+        of_real = 8 if spec.precision.compute_fp64 else DType.FP32.itemsize
+        routers = sum(map(shape.has_experts, range(shape.layers)))
+        total += routers * (shape.experts or 0) * of_real  # a bias per expert
+    for unit in facts.units:
+        for tensor in unit.tensors:
+            is_stored_as_bytes = tensor.num_quantized > 0
+            total += tensor.numel * (1 if is_stored_as_bytes else layout.parameters.itemsize)
+        for tensor, rule in zip(unit.trained, rules_of_unit(spec.optimizer, unit), strict=True):
+            moments = moment_shapes(rule.name, rule.hyper, tensor.shape).values()
+            total += tensor.numel * master + sum(map(prod, moments)) * layout.moments.itemsize
+            total += len(OPTIMIZERS[rule.name].numbers) * DType.FP32.itemsize
+    return total

@@ -25,6 +25,7 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.ghosts.wrapping import ranks_per_node
 from ptrain.errors import input_error
 from ptrain.facts.parameters import count_weights
+from ptrain.optimizers.update import saved_bytes
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
@@ -107,6 +108,11 @@ class Prediction:
     reserving: ReservedMemory | None = None
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes of the tensors in a checkpoint."""
+        return saved_bytes(self.spec, self.derivation.facts)
+
+    @property
     def fit(self) -> Fit:
         """The figures that decide whether the spec fits."""
         return fit(self.spec, self.derivation.exact)
@@ -142,6 +148,7 @@ def prediction_screen(prediction: Prediction, *, explain: bool = False) -> str:
             "",
             _memory_table(*estimates, title=column),
             *fit_lines(prediction),
+            *checkpoint_lines(prediction),
             *startup_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             "",
@@ -360,6 +367,13 @@ def fit_lines(prediction: Prediction) -> list[str]:
         ),
         *([f"host memory: {host}"] if host else []),
     ]
+
+
+def checkpoint_lines(prediction: Prediction) -> list[str]:
+    """Return the size of a checkpoint, if the spec saves any."""
+    saves = prediction.spec.checkpoint.every or prediction.spec.checkpoint.at_end
+    size = format_bytes(prediction.checkpoint_bytes)
+    return [f"checkpoint: {size} of tensors"] if saves else []
 
 
 def next_commands(prediction: Prediction) -> list[str]:

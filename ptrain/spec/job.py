@@ -520,6 +520,13 @@ class CheckpointSpec:
 
     at_end: Annotated[bool, Boolean("Save a checkpoint after the last step.")] = False
     every: Annotated[int, Integer("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
+    background: Annotated[
+        bool,
+        Boolean(
+            "Copy the state to host memory and write it while training continues.",
+            aka=("async_save", "async_mode", "enable_async"),
+        ),
+    ] = False
     keep: Annotated[
         KeepSpec | None,
         Section(

@@ -1,36 +1,26 @@
-"""Checkpoints: saving and loading through torch.distributed.checkpoint, and resuming.
+"""Loading a checkpoint through torch.distributed.checkpoint, and resuming from it.
 
 Tensors have canonical names and full shapes, so that a run continues under any other placement and
-number of ranks.
-
-A checkpoint is saved into `step-N.tmp-…`, hashed, and renamed. A folder with its final name is
-therefore complete, and none is ever overwritten. It is verified before anything is unpickled. It
-contains only tensors; all other state is JSON.
+number of ranks. A checkpoint is verified before anything is unpickled.
 
 `--resume PATH|auto` loads the checkpoint from which a training continues.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import re
 import secrets
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ptrain.errors import PtrainError, SpecError, input_error
-from ptrain.files import missing_space
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.optimizers.update import MASTER
@@ -47,95 +37,10 @@ from ptrain.train.folder import (
 )
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_in_name
+from ptrain.train.saving import METADATA, suppress_single_process_warning
 from ptrain.units import leaves
 
 _REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
-_RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # torch's file names; the first number is the rank
-
-
-def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
-    """Write the checkpoint `parent/step-N`. All ranks call it.
-
-    Args:
-        program: The program to save.
-        parent: The folder of the checkpoints.
-        step: The number of finished steps.
-        exchange: The exchange of the ranks.
-
-    Returns:
-        The folder of the checkpoint. An existing one is returned unchanged.
-
-    Raises:
-        PtrainError: A rank could not write its files, or the disk has less space than they need.
-        TrainingStopped: A value is not finite. Raised before anything is written.
-    """
-    name = manifest.folder_name(step)
-    # The ranks share a temporary folder. Its random name differs from leftovers of a killed job.
-    token = exchange.broadcast(secrets.token_hex(4))
-    final, temporary = parent / name, parent / f"{name}.tmp-{token}"
-    if exchange.broadcast(final.exists()):
-        return final  # the run was resumed from it and has done no step since
-    finite.require_finite(program, step, exchange)
-    state = program.state_dict()
-    needed = _checkpoint_bytes(program, state, exchange)
-    if problem := exchange.broadcast(missing_space(parent, needed)):
-        raise _unwritable_error(final, problem)
-    try:
-        temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_tensors(program, state, temporary)
-        files = manifest.file_digests(temporary, _list_rank_files(program.world.rank, temporary))
-    except (OSError, CheckpointException) as error:
-        problem, files = f"rank {program.world.rank}: {_error_text(error)}", {}
-    else:
-        problem = ""
-    answers = exchange.gather({"problem": problem, "files": files})
-    problems = [answer["problem"] for answer in answers if answer["problem"]]
-    if program.world.is_first and not problems:
-        try:
-            _commit_checkpoint(program, temporary, final, step, answers)
-        except OSError as error:
-            problems = [_error_text(error)]
-    # No rank ends or looks for the final folder before rank 0 has answered.
-    if problems := exchange.broadcast(problems):
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _unwritable_error(final, problems[0])
-    return final
-
-
-def remove_older(program: Program, parent: Path) -> None:
-    """Remove the checkpoints that the spec does not keep, on rank 0, after a save.
-
-    A checkpoint that cannot be removed gives a warning, and the training continues.
-
-    Args:
-        program: The program, whose spec has `checkpoint.keep`.
-        parent: The folder of the checkpoints.
-    """
-    if not program.world.is_first:
-        return
-    try:
-        for path in manifest.remove_surplus(parent, program.spec.checkpoint.keep):
-            LOG.info("removed  %s", display_path(path))
-    except OSError as error:
-        LOG.warning("warning: an older checkpoint cannot be removed: %s", error)
-
-
-def _checkpoint_bytes(program: Program, state: Mapping[str, Any], exchange: Exchange) -> int:
-    """Return the bytes of the full tensors of all ranks, each counted once."""
-    # Full shapes: a rank has all names, except in a pipeline.
-    is_asked = program.world.is_first or program.plan.pipeline is not None
-    own = {name: value.nbytes for name, value in leaves(state)} if is_asked else {}
-    sizes = exchange.gather(own)
-    return sum({name: size for of_rank in sizes for name, size in of_rank.items()}.values())
-
-
-def _unwritable_error(final: Path, problem: str) -> SpecError:
-    """Return the error of a checkpoint that cannot be written."""
-    return input_error(
-        f"checkpoint {display_path(final)}",
-        f"is not writable: {problem}",
-        "Free some space, or use another folder with `--run-dir DIR`.",
-    )
 
 
 def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange) -> None:
@@ -210,60 +115,6 @@ def find_newest_sound(
         except PtrainError as error:
             complaints.append(str(error))
     return None, None, complaints
-
-
-def _write_tensors(program: Program, state: dict[str, Any], folder: Path) -> None:
-    """Write this rank's tensors with torch's FileSystemWriter."""
-    strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
-    assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
-    writer = FileSystemWriter(folder, overwrite=False)  # the default is True (torch 2.13)
-    with suppress_single_process_warning():
-        dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
-
-
-@contextmanager
-def suppress_single_process_warning() -> Iterator[None]:
-    """Temporarily suppress torch's warning about checkpoints of a single process."""
-    with warnings.catch_warnings():
-        # From state_dict_saver.py and state_dict_loader.py in torch/distributed/checkpoint.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _list_rank_files(rank: int, folder: Path) -> list[str]:
-    """Return the files that a rank wrote. Rank 0 also writes the metadata."""
-    names = [path.name for path in folder.iterdir()]
-    mine = [
-        name for name in names if (match := _RANK_FILE.fullmatch(name)) and int(match[1]) == rank
-    ]
-    return [*mine, METADATA] if rank == 0 else mine
-
-
-def _commit_checkpoint(
-    program: Program, temporary: Path, final: Path, step: int, answers: list[dict[str, Any]]
-) -> None:
-    """Write the manifest and give the checkpoint its final name."""
-    files = {name: tuple(entry) for answer in answers for name, entry in answer["files"].items()}
-    unlisted = {path.name for path in temporary.iterdir()} - set(files)
-    assert not unlisted, f"files that no rank has written: {sorted(unlisted)}"
-    for name in files:
-        os.chmod(temporary / name, 0o600)  # torch's writer uses the mode of the umask
-    manifest.write(
-        temporary,
-        Manifest(
-            step=step,
-            spec=program.spec.name,
-            world_size=program.world.size,
-            torch=torch.__version__,
-            files=files,
-            trained=manifest.trained_sections(program.spec),
-            samples=step * program.spec.batch.global_samples + program.sample_offset,
-            data=program.data_prints,
-        ),
-    )
-    # The manifest is flushed, so a folder with the final name is complete also after a power loss.
-    temporary.rename(final)
-    manifest.sync_folder(final.parent)
 
 
 def _first_mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
@@ -350,13 +201,6 @@ def _unknown_tensors(metadata: Metadata, state: dict[str, Any], exchange: Exchan
         f"has {len(surplus)} tensors that this model or optimizer does not have, for "
         f"example {surplus[0]}"
     )
-
-
-def _error_text(error: BaseException) -> str:
-    """Return the message of an error; for a CheckpointException, of the first rank that failed."""
-    if isinstance(error, CheckpointException):
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)
 
 
 def resume_training(
@@ -501,7 +345,6 @@ def _log_skipped(complaints: list[str]) -> None:
         LOG.warning("skipped: %s", complaint)
 
 
-METADATA = ".metadata"
 _FOREIGN_REMEDY = "Continue from another checkpoint; ptrain did not write this one."
 _CLASSES = (
     "BytesStorageMetadata",

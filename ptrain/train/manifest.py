@@ -32,6 +32,7 @@ from ptrain.spec.leaf import (
     FreeMapping,
     Integer,
     Leaf,
+    Real,
     RejectedValue,
     Text,
     describe,
@@ -133,7 +134,7 @@ def _as_json(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-FORMAT = 3  # format 2 lacks `samples` and `data`
+FORMAT = 4  # format 3 lacks `tensor_bytes` and `seconds`, format 2 also `samples` and `data`
 UNSEALED = 1  # the format of manifests without a seal, which are still read
 NAME = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")  # eight digits keep the names sorted; more are accepted
@@ -159,6 +160,9 @@ class Manifest:
         samples: The number of samples of the finished steps. None: unknown, in old manifests.
         data: Size, digest and modification time (ns) of the training data, as
             `sampler.fingerprint_data` returns them; empty in old manifests.
+        tensor_bytes: The bytes of all tensors, each counted once. None: unknown, in old manifests.
+        seconds: The time from the end of the last step until the files were written. None:
+            unknown, in old manifests.
         format: The version of the format.
     """
 
@@ -170,6 +174,8 @@ class Manifest:
     trained: Mapping[str, Any] = field(default_factory=dict)
     samples: int | None = None
     data: Mapping[str, tuple[int, str, int]] = field(default_factory=dict)
+    tensor_bytes: int | None = None
+    seconds: float | None = None
     format: int = FORMAT
 
 
@@ -198,6 +204,8 @@ _LEAF_OF: Mapping[str, Leaf] = {
     "trained": FreeMapping(""),
     "samples": Integer("", 0, _MOST, accepts_null=True),
     "data": FreeMapping("", values=_Row("", leaves=(_COUNT, _TEXT, Integer("", -_MOST, _MOST)))),
+    "tensor_bytes": Integer("", 0, _MOST, accepts_null=True),
+    "seconds": Real("", 0.0, float(_MOST), accepts_null=True),
     "format": Integer("", UNSEALED, _MOST),
 }
 

@@ -47,7 +47,7 @@ from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
-from ptrain.train import checkpoint, environment, manifest, rank_start
+from ptrain.train import environment, manifest, rank_start
 from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
@@ -65,6 +65,7 @@ from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers
 from ptrain.train.loop import train
 from ptrain.train.loop_inputs import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
+from ptrain.train.saving import CheckpointSaver
 from ptrain.train.tracker import require_trackers, tracker_names
 
 
@@ -303,6 +304,7 @@ def _run_training(
             consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
             guard = make_guard(program, session.exchange, probe.is_measured, resuming)
+            saver = _make_saver(program, session, interrupts, consistency)
             parts = LoopInputs(
                 corpus=text,
                 exchange=session.exchange,
@@ -314,14 +316,33 @@ def _run_training(
                 routing=routing.step_routing,
                 check_step=guard.check_step,
                 consistency=consistency,
-                save=partial(_save_checkpoint, program, session, consistency),
+                save=saver.save,
             )
-            if world.is_first:
-                with warn_if_unwritable(ROOT / "latest", LOG.warning):
-                    mark_as_latest(session.folder)
-            outcome = train(program, parts, first=first)
+            outcome = _run_steps(session, program, parts, saver, first)
         of_run = _make_predictions(derivation, probe, routing)
         return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
+
+
+def _run_steps(
+    session: Session, program: Program, parts: LoopInputs, saver: CheckpointSaver, first: int
+) -> Outcome:
+    """Train, and wait for the last checkpoint."""
+    if session.world.is_first:
+        with warn_if_unwritable(ROOT / "latest", LOG.warning):
+            mark_as_latest(session.folder)
+    with saver:
+        outcome = train(program, parts, first=first)
+        saver.finish()
+    return outcome
+
+
+def _make_saver(
+    program: Program, session: Session, interrupts: rank_start.Interrupts, consistency: Consistency
+) -> CheckpointSaver:
+    """Return the saver of the checkpoints."""
+    # A checkpoint has one copy of a replicated tensor, which hides a difference.
+    check = consistency.require_agreement
+    return CheckpointSaver(program, session.folder.checkpoints, session.exchange, interrupts, check)
 
 
 def _fingerprint_on_first_rank(
@@ -455,17 +476,6 @@ def _make_journal(session: Session, first: int, *, bar: bool) -> Journal:
         return Journal(session.spec)
     quiet, sink = session.options.quiet, session.trackers
     return Journal(session.spec, session.folder, first=first, bar=bar, quiet=quiet, sink=sink)
-
-
-def _save_checkpoint(
-    program: Program, session: Session, consistency: Consistency, steps: int
-) -> None:
-    """Check that the ranks agree, and write a checkpoint."""
-    # A checkpoint has one copy of a replicated tensor, which hides a difference.
-    consistency.require_agreement(steps)
-    path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
-    LOG.info("checkpoint  %s", display_path(path))
-    checkpoint.remove_older(program, path.parent)
 
 
 def _conclude_run(

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +21,17 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
+from ptrain.optimizers.update import saved_bytes
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint, manifest
+from ptrain.traces.facts import facts_of
+from ptrain.train import checkpoint, manifest, saving
 from ptrain.train.checkpoint import METADATA, IndexReader, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.loop import local_batch
+from ptrain.train.rank_start import Interrupts
+from ptrain.train.saving import CheckpointSaver
 from ptrain.units import leaves
 from tests.jobs import TINY
 
@@ -60,7 +66,12 @@ def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
     for index in range(STEPS):
         step(program, index)
     state = full_state(program)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    exchange, interrupts = Exchange(program.world), Interrupts()
+    with CheckpointSaver(program, Path(folder), exchange, interrupts, lambda _: None) as saver:
+        saver.save(STEPS)
+        step(program, STEPS)  # in the background, this changes the state while it is written
+        saver.finish()
+    assert not interrupts.received
     return state
 
 
@@ -79,12 +90,13 @@ def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
     return full_state(program)
 
 
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
-    ranks, tmp_path, saved, loaded, layout
+    ranks, tmp_path, saved, loaded, layout, background
 ):
-    overrides = (f"precision.layout={layout}",)
+    overrides = (f"precision.layout={layout}", f"checkpoint.background={background}")
     before = ranks.run(2, save_on_ranks, saved, overrides, str(tmp_path))[0]
     after = ranks.run(4, load_on_ranks, loaded, (*overrides, _mesh(loaded)), str(tmp_path))[0]
     assert set(before) == set(after)
@@ -103,7 +115,7 @@ def losses_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> list[
     program = program_of(name, *overrides)
     for index in range(STEPS):
         step(program, index)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     resumed = program_of(name, *overrides)
     load_saved(resumed, folder)
     for each in (program, resumed):
@@ -151,7 +163,7 @@ def test_steps_after_a_resume_are_bitwise_those_of_an_uninterrupted_run(
 def saved_checkpoint(tmp_path: Path) -> Path:
     program = single_device_state()
     step(program, 0)
-    return checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
+    return saving.save_checkpoint(program, tmp_path / "checkpoints", 1, Exchange(program.world))
 
 
 def single_device_state(*overrides: str) -> Program:
@@ -163,8 +175,50 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
     small = SimpleNamespace(total=10**6, used=0, free=1000)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: small)
     with pytest.raises(PtrainError, match=r"not writable: .* are needed, but 1 kB are free"):
-        checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
+        saving.save_checkpoint(program, tmp_path / "checkpoints", 1, Exchange(program.world))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_in_the_background_that_fails_ends_the_training_with_its_message(
+    tmp_path, monkeypatch
+):
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    program, interrupts = single_device_state("checkpoint.background=true"), Interrupts()
+    exchange = Exchange(program.world)
+    with CheckpointSaver(program, tmp_path, exchange, interrupts, lambda _: None) as saver:
+        saver.save(1)
+        saver.finish()
+        assert not interrupts.received
+        monkeypatch.setattr(manifest, "write", write)
+        saver.save(2)
+        with pytest.raises(PtrainError, match=r"not writable: .*No space left"):
+            saver.save(3)
+    assert interrupts.received == {signal.SIGTERM}
+    assert [path.name for path in tmp_path.iterdir()] == [manifest.folder_name(1)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision.layout=zero16",),
+        ("precision.layout=fp16", "optimizer.name=lion"),
+        ("optimizer.name=muon",),
+        ("model.tied=true", "optimizer.groups=[{match: norms, name: sgd}]"),
+        ("model.lora_rank=4", "frozen.dtype=nf4"),
+        ("model.experts=4", "model.bias_update_rate=0.1", "precision.compute=fp64"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_bytes_of_a_checkpoint_are_predicted(tmp_path, overrides):
+    program = single_device_state(*overrides)
+    path = saving.save_checkpoint(program, tmp_path, 1, Exchange(program.world))
+    metadata = IndexReader(path, listed=frozenset(manifest.read(path).files)).read_metadata()
+    tensors = metadata.state_dict_metadata.values()
+    counted = sum(prod(each.size) * each.properties.dtype.itemsize for each in tensors)
+    assert saved_bytes(program.spec, facts_of(program.spec)) == counted
+    assert manifest.read(path).tensor_bytes == counted
 
 
 def test_a_manifest_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
@@ -174,14 +228,14 @@ def test_a_manifest_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     program = single_device_state()
     monkeypatch.setattr(manifest, "write", write)
     with pytest.raises(PtrainError, match=r"not writable: .*No space left"):
-        checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+        saving.save_checkpoint(program, tmp_path, 1, Exchange(program.world))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
     program = single_device_state()
     exchange = Exchange(program.world)
-    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
+    newer = saving.save_checkpoint(program, saved_checkpoint.parent, 2, exchange)
     data = next(newer.glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -195,11 +249,11 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved_checkpoint):
 def test_a_skipped_checkpoint_does_not_replace_the_one_that_is_due(saved_checkpoint):
     program = single_device_state()
     exchange, run = Exchange(program.world), RunFolder(saved_checkpoint.parents[1])
-    newer = checkpoint.save(program, saved_checkpoint.parent, 2, exchange)
+    newer = saving.save_checkpoint(program, saved_checkpoint.parent, 2, exchange)
     (newer / manifest.NAME).write_text("{")
     assert resume_training(program, run, "auto", exchange) == 1
     assert manifest.complete_checkpoints(run.checkpoints) == [saved_checkpoint]
-    checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
+    checkpoint.verify_files(saving.save_checkpoint(program, run.checkpoints, 2, exchange), exchange)
 
 
 def test_a_run_killed_before_or_in_a_removal_continues_and_removes_later(tmp_path, monkeypatch):
@@ -207,18 +261,18 @@ def test_a_run_killed_before_or_in_a_removal_continues_and_removes_later(tmp_pat
     exchange, run = Exchange(program.world), RunFolder(tmp_path)
 
     def save(step: int) -> None:
-        checkpoint.save(program, run.checkpoints, step, exchange)
-        checkpoint.remove_older(program, run.checkpoints)
+        saving.save_checkpoint(program, run.checkpoints, step, exchange)
+        saving.remove_older(program, run.checkpoints)
 
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
     save(1)
     for step, (module, name) in enumerate([(Path, "rename"), (manifest.shutil, "rmtree")], 2):
-        checkpoint.save(program, run.checkpoints, step, exchange)
+        saving.save_checkpoint(program, run.checkpoints, step, exchange)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(module, name, kill)
-            checkpoint.remove_older(program, run.checkpoints)
+            saving.remove_older(program, run.checkpoints)
         assert resume_training(program, run, "auto", exchange) == step
         assert not manifest.incomplete_checkpoints(run.checkpoints)
     save(4)
@@ -230,7 +284,7 @@ def test_a_foreign_checkpoint_in_the_folder_is_not_continued(tmp_path):
     program = single_device_state()
     exchange = Exchange(program.world)
     stranger = tmp_path / "20260101-000000-zero3"
-    checkpoint.save(program, stranger / "checkpoints", 1, exchange)
+    saving.save_checkpoint(program, stranger / "checkpoints", 1, exchange)
     own = RunFolder(tmp_path / "20260102-000000-zero3")
     assert resume_training(program, own, "auto", exchange) == 0
     assert resume_training(program, own, str(stranger), exchange) == 1
@@ -270,7 +324,7 @@ def test_another_layout_is_rejected_with_the_one_that_was_trained(tmp_path, trai
     program = single_device_state(f"precision.{trained}")
     step(program, 0)
     exchange = Exchange(program.world)
-    saved = checkpoint.save(program, tmp_path, 1, exchange)
+    saved = saving.save_checkpoint(program, tmp_path, 1, exchange)
     found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError) as caught:
         checkpoint.load(single_device_state(f"precision.{asked}"), saved, found, exchange)
@@ -288,7 +342,7 @@ def test_heads_that_change_no_shape_are_another_model_all_the_same(saved_checkpo
 def test_a_tensor_that_would_be_dropped_is_rejected(tmp_path):
     larger = single_device_state("model.layers=2")
     exchange = Exchange(larger.world)
-    saved = checkpoint.save(larger, tmp_path, 1, exchange)
+    saved = saving.save_checkpoint(larger, tmp_path, 1, exchange)
     older = replace(checkpoint.verify_files(saved, exchange), trained={})
     with pytest.raises(
         PtrainError, match=r"tensors that this model or optimizer does not have.*\n.*remedy"

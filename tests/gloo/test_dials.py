@@ -20,7 +20,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.train import checkpoint
+from ptrain.train import saving
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
@@ -140,7 +140,7 @@ def _state_after(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     program = interpret(spec, world=World.join(spec.timeout))
     for index in range(2):
         step(program, index)
-    checkpoint.save(program, Path(folder), 2, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), 2, Exchange(program.world))
     return full_state(program)
 
 

@@ -16,7 +16,7 @@ from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint, manifest
+from ptrain.train import checkpoint, manifest, saving
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from ptrain.units import leaves
@@ -226,7 +226,7 @@ def train_and_save(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], fl
     for index in range(STEPS):
         program.forward_backward(local_batch(program, open_corpus(spec.data), index))
         program.step(1e-3)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     return full_state(program), *losses(program)
 
 

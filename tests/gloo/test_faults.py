@@ -88,6 +88,11 @@ AGENT = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "
         pytest.param(
             "ptrain", ("train", *SAVING, "--max-restarts", "1"), marks=pytest.mark.nightly
         ),
+        pytest.param(
+            "ptrain",
+            ("train", *SAVING, "checkpoint.background=true", "--max-restarts", "1"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("torch.distributed.run", (*AGENT, *SAVING), marks=pytest.mark.nightly),
         pytest.param(
             "torch.distributed.run",

@@ -16,7 +16,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
 from ptrain.report.finding import Subject
 from ptrain.spec.load import load
-from ptrain.train import checkpoint, finite, manifest, session
+from ptrain.train import checkpoint, finite, manifest, saving, session
 from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
@@ -239,7 +239,7 @@ def save_on_ranks(folder: str) -> tuple[str, str]:
     step(program, 0)
     name = corrupt_state(program, Subject.OPTIMIZER, "exp_avg_sq") if program.world.rank else ""
     try:
-        checkpoint.save(program, Path(folder), 1, Exchange(program.world))
+        saving.save_checkpoint(program, Path(folder), 1, Exchange(program.world))
     except TrainingStopped as stopped:
         return name, str(stopped)
     return name, ""
@@ -267,7 +267,7 @@ def test_non_finite_states_are_not_saved(
     step(program, 0)
     name = corrupt_state(program, subject, key, float("-inf"))
     with pytest.raises(TrainingStopped, match="remedy: Continue from an earlier") as caught:
-        checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+        saving.save_checkpoint(program, tmp_path, 1, Exchange(program.world))
     label = f"{name}.{key}" if key else name
     assert f"{what}{label} has -inf in 1 of " in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -284,12 +284,12 @@ def run_with_nan_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     program = single_device_state()
     exchange = Exchange(program.world)
     step(program, 0)
-    checkpoint.save(program, folder.checkpoints, 1, exchange)
+    saving.save_checkpoint(program, folder.checkpoints, 1, exchange)
     step(program, 1)
     corrupt_state(program, Subject.OPTIMIZER, "exp_avg")
     with monkeypatch.context() as before:
         before.setattr(finite, "require_finite", lambda *_: None)
-        checkpoint.save(program, folder.checkpoints, 2, exchange)
+        saving.save_checkpoint(program, folder.checkpoints, 2, exchange)
     return folder
 
 

@@ -15,7 +15,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint
+from ptrain.train import saving
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.runs import full_parameters
@@ -44,7 +44,7 @@ def save_and_continue(spec: Spec, folder: str) -> tuple[State, State]:
     program = interpret(spec, world=World.join(spec.timeout))
     advance(program, range(STEPS))
     saved = full_state(program)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     advance(program, range(STEPS, STEPS + 1))
     return saved, full_parameters(program)
 

@@ -17,7 +17,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.train import checkpoint
+from ptrain.train import checkpoint, saving
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import ReferenceTraining
 from tests.gloo.compiled_runs import Steps, run_compiled, run_pair, run_steps
@@ -122,7 +122,7 @@ def run_resumed(spec: Spec, folder: str) -> bool:
     exchange = Exchange(World.join(spec.timeout))
     saved, loaded = (interpret(spec, world=exchange.world) for _ in range(2))
     step(saved, 0)
-    path = checkpoint.save(saved, Path(folder), 1, exchange)
+    path = saving.save_checkpoint(saved, Path(folder), 1, exchange)
     step(saved, 1)
     _, found, _ = checkpoint.find_newest_sound([path], exchange)
     assert found is not None, "the checkpoint is whole"

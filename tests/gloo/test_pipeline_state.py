@@ -20,7 +20,7 @@ from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint, manifest
+from ptrain.train import checkpoint, manifest, saving
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.loop_inputs import learning_rate
@@ -101,7 +101,7 @@ def continue_and_save(spec: Spec, folder: str, first: int) -> TrainingLeg:
             sum_over_ranks(program.forward_backward(local_batch(program, source, step), lr))
         )
         program.step(lr)
-    checkpoint.save(program, Path(folder), first + STEPS, exchange)
+    saving.save_checkpoint(program, Path(folder), first + STEPS, exchange)
     held_out = sum_over_ranks(
         program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT))
     )
@@ -160,7 +160,7 @@ def load_without_model_name(spec: Spec, folder: str) -> str:
 
 def save_at_once(spec: Spec, folder: str) -> None:
     program, exchange = resume_program(spec, folder, 0)
-    checkpoint.save(program, Path(folder), 1, exchange)
+    saving.save_checkpoint(program, Path(folder), 1, exchange)
     exchange.close()
 
 

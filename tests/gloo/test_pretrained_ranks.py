@@ -26,7 +26,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-from ptrain.train import checkpoint
+from ptrain.train import saving
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop_inputs import learning_rate
 from tests.gloo.sessions import train_on_ranks
@@ -45,7 +45,7 @@ PLACEMENTS = ("zero3", "zero1", "tp", "tp-sp", "pp-1f1b", "zero-offload")
 def save_initial_state(spec: Spec, folder: str) -> float:
     """Save a rank's initial state; return the elements read per element kept."""
     program = interpret(spec, world=World.join(spec.timeout))
-    checkpoint.save(program, Path(folder), 1, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), 1, Exchange(program.world))
     rows = derive(spec).exact.of_rank(program.world.rank).memory
     held = [row.device_bytes + row.host_bytes for row in rows if row.state is State.PARAMETERS]
     kept = sum(held) / spec.precision.effective_layout.parameters.itemsize
@@ -130,7 +130,7 @@ def save_initial_class(spec: Spec, folder: str) -> ReadBytes:
         looked = sum(read)
         execute(rank)
     program = Program(rank)
-    checkpoint.save(program, Path(folder), 1, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), 1, Exchange(program.world))
     held = (storage_of(x) for state, x in program.storages() if state is State.PARAMETERS)
     kept = {storage._cdata: storage.nbytes() for storage in held}
     return ReadBytes(looked, sum(read) - looked, sum(kept.values()))
@@ -322,7 +322,7 @@ def save_after_two_steps(spec: Spec, run: str) -> None:
         lr = learning_rate(spec.optimizer, step)
         program.forward_backward(program.samples(step), lr)
         program.step(lr)
-    checkpoint.save(program, Path(run) / "checkpoints", 2, Exchange(program.world))
+    saving.save_checkpoint(program, Path(run) / "checkpoints", 2, Exchange(program.world))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ptrain.models.ledger import local_tensor
 from ptrain.runtime.world import World
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint
+from ptrain.train import saving
 from ptrain.train.exchange import Exchange
 from tests.gloo.tensor_cases import tensor_spec
 from tests.gloo.test_checkpoint import STEPS, full_state, load_saved, step
@@ -54,7 +54,7 @@ def save_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     program = program_of(spec)
     for index in range(STEPS):
         step(program, index)
-    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    saving.save_checkpoint(program, Path(folder), STEPS, Exchange(program.world))
     return full_state(program)
 
 

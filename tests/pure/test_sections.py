@@ -111,7 +111,9 @@ EVERY_KEY = {
     "data": {"corpus": "synthetic", "tokenizer": "bytes"},
     "train": {"steps": 11, "seed": 13},
     "eval": {"every": 17, "batches": 19},
-    "checkpoint": {"at_end": True, "every": 23, "keep": {"last": 2, "every": 46}},
+    "checkpoint": {
+        "at_end": True, "every": 23, "background": True, "keep": {"last": 2, "every": 46}
+    },
     "timeout": {"init": 29, "step": 31},
     "log": {"every": 37, "trackers": ["mlflow", "wandb"]},
     "profile": [2, 3],
@@ -150,7 +152,9 @@ def test_every_key_is_taken_as_it_is_written():
     assert spec.data == DataSpec(corpus="synthetic", path=None, tokenizer="bytes")
     assert (spec.name, spec.train) == ("other", TrainSpec(steps=11, seed=13))
     assert (spec.eval, spec.timeout) == (EvalSpec(every=17, batches=19), Timeout(init=29, step=31))
-    assert spec.checkpoint == CheckpointSpec(at_end=True, every=23, keep=KeepSpec(last=2, every=46))
+    assert spec.checkpoint == CheckpointSpec(
+        at_end=True, every=23, background=True, keep=KeepSpec(last=2, every=46)
+    )
     assert spec.log == LogSpec(every=37, trackers=("mlflow", "wandb"))
     assert (spec.log_every, spec.profile, spec.consistency_every) == (37, (2, 3), 41)
     assert spec.verify_every == 43

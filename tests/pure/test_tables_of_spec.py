@@ -187,7 +187,7 @@ SECTIONS = {
     },
     job.TrainSpec: {"steps": 50, "seed": 0},
     job.EvalSpec: {"every": 0, "batches": 4},
-    job.CheckpointSpec: {"at_end": False, "every": 0, "keep": None},
+    job.CheckpointSpec: {"at_end": False, "every": 0, "background": False, "keep": None},
     job.Timeout: {"init": 300.0, "step": 120.0},
     job.LogSpec: {"every": 10, "trackers": ()},
     keys.FrozenSpec: {"dtype": None, "dp_replicate": None, "dp_shard": None},

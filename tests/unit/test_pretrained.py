@@ -23,7 +23,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-from ptrain.train import checkpoint
+from ptrain.train import saving
 from ptrain.train.exchange import Exchange
 from tests.published_folders import CASES, save_folder, tensors
 
@@ -60,7 +60,7 @@ def run_of_spec(spec: Spec, run: Path) -> Path:
     program = interpret(spec, world=World(), allow_import=True)
     run.mkdir()
     (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
-    checkpoint.save(program, run / "checkpoints", 1, Exchange(World()))
+    saving.save_checkpoint(program, run / "checkpoints", 1, Exchange(World()))
     return run
 
 
