@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54360,
+    "ptrain": 54500,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
     "ptrain/charts": 1320,
-    "ptrain/cli": 2400,
+    "ptrain/cli": 2420,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5050,
@@ -44,17 +44,17 @@ BUDGETS: dict[str, int] = {
     "ptrain/interpreter": 1100,
     "ptrain/meters": 1470,
     "ptrain/models": 5300,
-    "ptrain/optimizers": 680,
+    "ptrain/optimizers": 700,
     "ptrain/plan": 520,
     "ptrain/rates": 370,
-    "ptrain/report": 2460,
+    "ptrain/report": 2470,
     "ptrain/runtime": 1030,
     "ptrain/selection": 2760,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4760,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
-    "ptrain/train": 3190,
+    "ptrain/train": 3280,
     "ptrain/verification": 6120,
 }
 ONE_IMPORTER = 46  # modules that exactly one other imports

@@ -364,7 +364,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/runtime": 24,
     "ptrain/selection": 29,
     "ptrain/simulation": 31,
-    "ptrain/spec": 22,
+    "ptrain/spec": 23,
     "ptrain/steps": 22,
     "ptrain/traces": 28,
     "ptrain/train": 35,
