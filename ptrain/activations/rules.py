@@ -12,6 +12,7 @@ from ptrain.axes.context.attention import factor_of, has_ring
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
+from ptrain.installed import torch_minor
 from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
@@ -278,6 +279,12 @@ def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
         yield "model.dropout", finding, "Use `model.dropout=0`"
     if shape.attention is Attention.FLEX:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
+    # torch's meta kernel declares the log-sum-exp of fp64 attention on CPUs as fp32, and the
+    # backward pass of the program fails (torch/_meta_registrations.py, up to 2.12).
+    is_double = spec.precision.effective_layout.parameters is DType.FP64 and torch_minor() in ("2.11", "2.12")
+    if is_double and shape.attention is not Attention.EAGER and not spec.is_for_cuda:
+        finding = "fp64 attention, whose compiled backward pass fails up to torch 2.12"
+        yield "precision.compute", finding, "Use `attention=eager`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
         finding = "units within a block, whose hooks would be in the program"
         yield "unit", finding, "Use `unit=block`"
