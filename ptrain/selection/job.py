@@ -420,21 +420,21 @@ def searched_job(
             f"Add `--cluster` with one of {', '.join(list_files('clusters'))}, or a file.",
         )
     own = base.model
-    like = _stand_in(base, own) if isinstance(own, ModelShape) else stand_in_of(base, read(base))
+    like = _stand_in(job, own) if isinstance(own, ModelShape) else stand_in_of(base, read(base))
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise input_error(
             "--devices",
-            f"{number} devices requested, but the cluster {base.cluster.name} has "
-            f"{base.cluster.devices}",
+            f"{number} devices requested, but {base.cluster.name} has {base.cluster.devices}",
             f"Use `--devices {base.cluster.devices}` or fewer, or `cluster.devices={number}`.",
         )
     return replace(job, devices=number, overrides=tuple(words), stand_in=like)
 
 
-def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
+def _stand_in(job: SearchedJob, shape: ModelShape) -> ModelShape | None:
     """Return the shape that estimates use; None if tables cover the model. May raise SpecError."""
-    if is_tabulated(base):
+    base = job.base  # without a data axis, so that only candidates have the unit that the spec sets
+    if is_tabulated(replace(base, unit=job.written.value("unit", base.unit))):
         return None
     attention = shape.attention_by(None) if shape.is_grouped else shape.attention
     shape, plain = replace(shape, lora_rank=None, attention=attention), without_programs(base)

@@ -9,6 +9,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import select
 from ptrain.selection.job import words_of
+from ptrain.spec.dials import UnitKind
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import read_facts
@@ -57,6 +58,19 @@ def test_a_transformers_class_is_ranked_by_its_figures():
     assert exact.peak_bytes() == best.peak_bytes
     assert exact.step is not None
     assert exact.step.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_units_without_tables_are_ranked_by_traces():
+    words = ["unit=ends", "model.layers=2", "model.hidden=32", "model.ffn=64", "model.head_dim=16"]
+    words += ["model.heads=2", "model.kv_heads=2", "batch={global: 8, sequence: 16}"]
+    where = ["tp=1", "pp=1", "micro=1", "recompute=none"]
+    selection = select(
+        "llama-tiny", words, cluster="h100-8", devices=2, where=where, count=2, read=read_facts
+    )
+    best = selection.best
+    assert best is not None and best.spec.unit_size.kind is UnitKind.ENDS
+    exact = derive(best.spec, read_facts(best.spec)).exact
+    assert exact.peak_bytes() == best.peak_bytes
 
 
 def test_a_peak_without_a_capacity_is_ranked_with_the_routing_that_it_assumes():
