@@ -281,8 +281,9 @@ def _block_obstacles(spec: Spec) -> Iterator[Obstacle]:
         yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
     # torch's meta kernel declares the log-sum-exp of fp64 attention on CPUs as fp32, and the
     # backward pass of the program fails (torch/_meta_registrations.py, up to 2.12).
-    is_double = spec.precision.effective_layout.parameters is DType.FP64 and torch_minor() in ("2.11", "2.12")
-    if is_double and shape.attention is not Attention.EAGER and not spec.is_for_cuda:
+    is_double = spec.precision.effective_layout.parameters is DType.FP64
+    is_declared_fp32 = is_double and torch_minor() in ("2.11", "2.12")
+    if is_declared_fp32 and shape.attention is not Attention.EAGER and not spec.is_for_cuda:
         finding = "fp64 attention, whose compiled backward pass fails up to torch 2.12"
         yield "precision.compute", finding, "Use `attention=eager`"
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
