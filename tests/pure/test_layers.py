@@ -37,6 +37,7 @@ LAYERS = (
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",
+    r"ptrain\.xray(\.(observation|infer|findings|screen|hook))?",
     # -------- the torch line
     r"ptrain\.internals(\..*)?",
     r"ptrain\.models(\..*)?",
@@ -47,6 +48,7 @@ LAYERS = (
     r"ptrain\.interpreter(\..*)?",
     r"ptrain\.traces(\..*)?",
     r"ptrain\.meters(\..*)?",
+    r"ptrain\.xray\.watch",
     r"ptrain\.train(\..*)?",
     r"ptrain\.calibration(\..*)?",
     r"ptrain\.simulation(\..*)?",
