@@ -400,7 +400,8 @@ class CallMeter(TrafficMeter):
         for row, (numbers, dtype, size, micro_batch) in zip(rows, self._details, strict=True):
             if not all(map(str.isdecimal, row.key.axes)):
                 continue  # a group that was created within the step
-            state = _moved_state(row.key.phase, {roles.get(n) for n in numbers}, dtype, size)
+            found = {roles.get(number) for number in numbers}
+            state = _moved_state(row.key.collective, row.key.phase, found, dtype, size)
             ranks = tuple(map(int, row.key.axes))
             key = ranks, row.key.collective, state, row.key.phase, dtype, micro_batch
             sums = total.setdefault(key, [0, 0, 0])
@@ -415,15 +416,19 @@ class CallMeter(TrafficMeter):
         )  # fmt: skip
 
 
-def _moved_state(phase: Phase, roles: set[State | None], dtype: str, size: int) -> State:
+def _moved_state(
+    collective: Collective, phase: Phase, roles: set[State | None], dtype: str, size: int
+) -> State:
     """Return the state that a call moves, from the roles of its storages."""
     if State.GRADIENTS in roles and phase is not Phase.FORWARD:
         return State.GRADIENTS
     if {State.PARAMETERS, State.OPTIMIZER} & roles:
         return State.PARAMETERS
-    # Single numbers (a loss, a norm) and integers (counts) are no activations.
-    is_real = "float" in dtype or dtype == "complex64"
-    is_passing = phase in (Phase.FORWARD, Phase.BACKWARD) and is_real and size > 1
+    # Single numbers (a loss, a norm) and integers (counts) are no activations. DDP broadcasts
+    # copies of the buffers. A stage may receive between its passes, when no module runs.
+    is_real = ("float" in dtype or dtype == "complex64") and size > 1
+    in_pass = phase in (Phase.FORWARD, Phase.BACKWARD) and collective is not Collective.BROADCAST
+    is_passing = is_real and (in_pass or collective in (Collective.SEND, Collective.RECV))
     return State.ACTIVATIONS if is_passing else State.OTHER
 
 
