@@ -22,13 +22,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from ptrain.import_path import own_root
 
 FOLDER, FIRST = "PTRAIN_XRAY_FOLDER", "PTRAIN_XRAY_FIRST"
 WATCHED = 3  # steps: memory, traffic, waits
 STATUS = "process-{}.json"  # by process ID
-# The hook's own folder leaves the import path, so that another `sitecustomize` runs as usual.
+# The hook's folder leaves the import path, so that another `sitecustomize` runs as usual.
 SITECUSTOMIZE = """\
 import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -141,8 +144,6 @@ class StepCounter:
         self._watch.end_step(seconds)
         if 0 <= begun < WATCHED:
             self._watch.begin_step(begun, self.steps + 1)
-        elif begun == WATCHED:
-            self._watch.write()
         elif begun > WATCHED:  # one more step without meters has been timed
             self._watch.write()
             self._stop()
@@ -159,6 +160,9 @@ class StepCounter:
         """Write the status of this process: its rank, its steps, and the X-ray's error."""
         if os.getpid() != self._process:  # a forked child has its parent's exit handlers
             return
+        if self._watch is not None and self.steps == self.first + WATCHED - 1:
+            with suppress(Exception):  # the job has no further step
+                self._watch.write()
         status = {
             "rank": int(os.environ.get("RANK", "0")),
             "steps": self.steps,
@@ -168,3 +172,17 @@ class StepCounter:
             path = os.path.join(self.folder, STATUS.format(self._process))
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(status, file)
+
+
+def job_environment(folder: Path, first: int) -> dict[str, str]:
+    """Return this process's environment with the hook attached.
+
+    Args:
+        folder: A temporary folder; `sitecustomize.py` and all results are written there.
+        first: The first watched step.
+    """
+    text = SITECUSTOMIZE.format(root=own_root())
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    before = os.environ.get("PYTHONPATH")
+    paths = str(folder) if before is None else f"{folder}{os.pathsep}{before}"
+    return {**os.environ, "PYTHONPATH": paths, FOLDER: str(folder), FIRST: str(first)}

@@ -63,6 +63,10 @@ class MeshAxis:
         """The modes of parameters, optimizer state, gradients and activations."""
         return self.parameters, self.optimizer, self.gradients, self.activations
 
+    def __getitem__(self, state: State) -> str:
+        mode: str = getattr(self, state.value)
+        return mode
+
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:

@@ -544,7 +544,12 @@ class JobWatch:
             self._stack.enter_context(context)
 
         def finish() -> None:
-            self._facts["calls"] = calls.facts()
+            groups = [g for g in process_groups.group_names() if g and g.size() > 1 and g.rank() >= 0]
+            self._facts |= {
+                "calls": calls.facts(),
+                "backend": str(dist.get_backend()) if dist.is_initialized() else "",
+                "groups": tuple(GroupFact(ranks=group_ranks(g), axis=_axis_name(g)) for g in groups),
+            }
 
         return finish
 
@@ -565,19 +570,14 @@ class JobWatch:
     def write(self) -> None:
         """Write the observation of this rank."""
         state = self._state
-        groups = [group for group in process_groups.group_names() if group and group.size() > 1]
         unknown = {"host_share": _HOST_UNKNOWN if state.device == "cpu" else "not measured"}
         observation = Observation(
             rank=state.rank,
             world_size=state.size,
             device=state.device,
-            backend=str(dist.get_backend()) if dist.is_initialized() else "",
             steps=(self._steps[0], self._steps[-1]),
             seconds=min(self._seconds, default=None),
             watched_seconds=tuple(self._watched),
-            groups=tuple(
-                GroupFact(ranks=group_ranks(group), axis=_axis_name(group)) for group in groups if group.rank() >= 0
-            ),
             **self._facts | {"unknown": unknown | self._facts.get("unknown", {})},
         )
         path = Path(self._folder) / f"rank-{state.rank}.json"
