@@ -151,8 +151,8 @@ def _axis_findings(job: Inference, axis: MeshAxis) -> Iterator[Finding]:
     if axis.kind == "data" and job.has_equal_inputs(axis):
         yield Finding(
             "equal-samples",
-            f"The ranks of {axis.label} = {axis.size} received equal inputs, so they compute equal "
-            "gradients.",
+            f"The ranks of {axis.label} = {axis.size} received equal inputs in the first forward pass "
+            "of the watched step.",
             "Give each rank its samples, such as by a DistributedSampler.",
         )
     if axis.parameters in _SHARDED and axis.kind == "data" and axis.optimizer == "R":
@@ -255,9 +255,14 @@ def spec_skeleton(job: Inference) -> tuple[str, str]:
     is_fp32 = {*dtypes} <= {"float32", UNKNOWN}
     is_mixed = dtypes == ["float32", "bfloat16", "bfloat16"]
     layout = "fp32" if is_fp32 else "fsdp-mixed" if is_mixed else ""
-    precision = f"precision: {{layout: {layout}}}" if layout else "# precision: " + ", ".join(
-        f"{what} {dtype}"
-        for what, dtype in zip(("parameters", "gathered", "reduced"), dtypes, strict=True)
+    precision = (
+        f"precision: {{layout: {layout}}}"
+        if layout
+        else "# precision: "
+        + ", ".join(
+            f"{what} {dtype}"
+            for what, dtype in zip(("parameters", "gathered", "reduced"), dtypes, strict=True)
+        )
     )
     batches = job.accumulation or UNKNOWN
     return "\n".join([
@@ -281,4 +286,3 @@ def _spec_axis(axis: MeshAxis) -> Axis | None:
     if axis.kind == _CONTEXT:
         return next(one for one in Axis if one not in KINDS)
     return next((one for one, kind in KINDS.items() if kind == axis.kind), None)
-

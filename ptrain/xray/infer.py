@@ -55,8 +55,9 @@ class MeshAxis:
 
     @property
     def label(self) -> str:
-        """The name, or the ranks of the first group."""
-        return self.name or "ranks " + ",".join(map(str, self.ranks[0]))
+        """The name, `world` for a single group, or the ranks of the first group."""
+        single = "world" if len(self.ranks) == 1 else ""
+        return self.name or single or "ranks " + ",".join(map(str, self.ranks[0]))
 
     @property
     def modes(self) -> tuple[str, str, str, str]:
@@ -135,7 +136,9 @@ def find_axes(observations: Sequence[Observation]) -> list[MeshAxis]:
     )
     if not crossing:
         return []
-    axes = [MeshAxis(name=families[groups], ranks=groups, size=len(groups[0])) for groups in smallest]
+    axes = [
+        MeshAxis(name=families[groups], ranks=groups, size=len(groups[0])) for groups in smallest
+    ]
     if rest := _remaining_axis(axes, world):
         axes.append(rest)
     return sorted(axes, key=lambda axis: axis.ranks[0][0] - axis.ranks[0][1])
@@ -149,9 +152,7 @@ def _is_within(inner: Sequence[Ranks], outer: Sequence[Ranks]) -> bool:
 def _remaining_axis(axes: Sequence[MeshAxis], world: Ranks) -> MeshAxis | None:
     """Return the axis that no group of its own connects: ranks of equal place on all others."""
     places = {
-        rank: tuple(
-            ranks.index(rank) for axis in axes for ranks in axis.ranks if rank in ranks
-        )
+        rank: tuple(ranks.index(rank) for axis in axes for ranks in axis.ranks if rank in ranks)
         for rank in world
     }
     groups = group_by_key((place, rank) for rank, place in places.items())

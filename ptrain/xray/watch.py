@@ -73,11 +73,11 @@ def find_models(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     # `isinstance` reads `__class__`, which runs code of proxies and mocks.
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    outermost = [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
-    updated = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
-    trained = [
-        module for module in outermost if any(id(p) in updated for p in module.parameters())
+    outermost = [
+        module for module in modules if id(module) not in inner and "_modules" in vars(module)
     ]
+    updated = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    trained = [module for module in outermost if any(id(p) in updated for p in module.parameters())]
     return trained or [
         module for module in outermost if any(p.requires_grad for p in module.parameters())
     ]
@@ -105,7 +105,8 @@ class JobState(WrappedModule):
         self.gradient_observers: list[Any] = []
         if not found:  # tensors without modules
             self.model.register_parameter(
-                "tensor", next(_parameters_of(self.optimizers[0]))  # type: ignore[arg-type]
+                "tensor",
+                next(_parameters_of(self.optimizers[0])),  # type: ignore[arg-type]
             )
         super().__init__(self.model, None)
 
@@ -154,7 +155,9 @@ class JobState(WrappedModule):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         rows.append((State.OPTIMIZER, name, key, value, parameter, ()))
-        yield from _facts(rows, lambda p: id(p) in updated or storage_of(p)._cdata in updated_storages)
+        yield from _facts(
+            rows, lambda p: id(p) in updated or storage_of(p)._cdata in updated_storages
+        )
 
     def gradient_facts(self) -> Iterator[TensorFact]:
         """Yield the gradients that exist now."""
@@ -200,7 +203,8 @@ def _fsdp1_fact(path: str, module: Any, shard: Any) -> WrapperFact:
         replicas=group_ranks(between) if between is not None else (),
         nbytes=_bytes([shard.flat]),
         # SHARD_GRAD_OP and its hybrid keep the unit between forward and backward.
-        reshards="FULL" in module.sharding_strategy.name or module.sharding_strategy.name == "HYBRID_SHARD",
+        reshards="FULL" in module.sharding_strategy.name
+        or module.sharding_strategy.name == "HYBRID_SHARD",
         param_dtype=_dtype(precision.param_dtype),
         reduce_dtype=_dtype(precision.reduce_dtype),
         is_offloaded=bool(module.cpu_offload and module.cpu_offload.offload_params),
@@ -370,7 +374,9 @@ class ModuleMemory(MemoryMeter):
 class CallMeter(TrafficMeter):
     """The traffic meter with the dtype, storages and micro-batch of each call."""
 
-    def __init__(self, state: JobState, ranks: dict[str, tuple[str, ...]], roles: CopyFinder) -> None:
+    def __init__(
+        self, state: JobState, ranks: dict[str, tuple[str, ...]], roles: CopyFinder
+    ) -> None:
         super().__init__(state.registry, ranks, device=state.device)
         self.watch: StepWatch | None = None
         self._roles = roles
@@ -544,11 +550,15 @@ class JobWatch:
             self._stack.enter_context(context)
 
         def finish() -> None:
-            groups = [g for g in process_groups.group_names() if g and g.size() > 1 and g.rank() >= 0]
+            groups = [
+                g for g in process_groups.group_names() if g and g.size() > 1 and g.rank() >= 0
+            ]
             self._facts |= {
                 "calls": calls.facts(),
                 "backend": str(dist.get_backend()) if dist.is_initialized() else "",
-                "groups": tuple(GroupFact(ranks=group_ranks(g), axis=_axis_name(g)) for g in groups),
+                "groups": tuple(
+                    GroupFact(ranks=group_ranks(g), axis=_axis_name(g)) for g in groups
+                ),
             }
 
         return finish
