@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
         raise input_error(
             "--first", "must be 2 or more: the first step allocates", "Use --first 3."
         )
-    spec = load(args.config) if args.config else None
+    spec = load(args.config).spec if args.config else None
     with temporary_folder() as folder:
         environment = job_environment(folder, args.first)
         printed = False

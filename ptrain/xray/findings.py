@@ -216,7 +216,7 @@ def compare_with_spec(job: Inference, spec: Spec) -> Iterator[Finding]:
             f"A step has {with_noun(job.accumulation or 0, 'micro-batch')}; the spec has "
             f"{spec.batch.accumulate}.",
         )
-    reduced, meant = job.moved_dtype(State.GRADIENTS), _TORCH_NAMES.get(str(spec.precision.reduced))
+    reduced, meant = job.moved_dtype(State.GRADIENTS), _TORCH_NAMES.get(str(spec.precision.effective_layout.reduced))
     if meant and reduced not in (UNKNOWN, meant):
         yield Finding("spec-dtype", f"Gradients are reduced in {reduced}; the spec has {meant}.")
 

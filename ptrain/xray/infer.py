@@ -241,7 +241,7 @@ class Inference:
         axis.kind = self._find_kind(axis, parameters)
         axis.parameters = self._parameter_mode(axis, parameters)
         axis.optimizer = self._optimizer_mode(axis, states[State.OPTIMIZER])
-        axis.gradients = _gradient_mode(axis, states[State.GRADIENTS])
+        axis.gradients = self._gradient_mode(axis, states[State.GRADIENTS])
         axis.activations = self._activation_mode(axis)
         if self._is_offloaded():
             axis.parameters += "@host" if axis.parameters in ("S*", "M", "R") else ""
@@ -306,6 +306,19 @@ class Inference:
             return "S" if is_sharded else "R"
         if found.sharded or found.absent or found.flat or (found.differing and is_sharded):
             return "S"
+        return UNKNOWN if found.differing else "R"
+
+    def _gradient_mode(self, axis: MeshAxis, found: Comparison | None) -> str:
+        """Return the mode of the gradients that the optimizer receives."""
+        if found is None or found.pending or axis.parameters == UNKNOWN:
+            return UNKNOWN
+        is_sharded = axis.parameters != "R"
+        if found.sharded or found.absent or found.flat or (found.differing and is_sharded):
+            return "S"
+        if found.is_empty:  # zeros, for example: only the reduction is evidence
+            calls = [c for c in self.calls_over(axis) if c.state is State.GRADIENTS]
+            is_full = {call.collective for call in calls} == {Collective.ALL_REDUCE}
+            return "R" if is_full and not is_sharded else UNKNOWN
         return UNKNOWN if found.differing else "R"
 
     def _activation_mode(self, axis: MeshAxis) -> str:
@@ -379,16 +392,6 @@ def _letter(fact: TensorFact, group: Ranks) -> str:
         if {*group} <= {*ranks}:
             return letter
     return ""
-
-
-def _gradient_mode(axis: MeshAxis, found: Comparison | None) -> str:
-    """Return the mode of the gradients that the optimizer receives."""
-    if found is None or found.is_empty or found.pending or axis.parameters == UNKNOWN:
-        return UNKNOWN
-    is_sharded = axis.parameters != "R"
-    if found.sharded or found.absent or found.flat or (found.differing and is_sharded):
-        return "S"
-    return UNKNOWN if found.differing else "R"
 
 
 def find_recomputed(observations: Sequence[Observation]) -> list[str] | None:
