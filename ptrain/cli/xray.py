@@ -20,7 +20,7 @@ from types import FrameType
 
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import load_facts
-from ptrain.codec import Malformed, decode
+from ptrain.codec import decode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, input_error
 from ptrain.files import temporary_folder, write_text
@@ -51,11 +51,11 @@ def run(args: Namespace) -> int:
     with temporary_folder() as folder:
         environment = job_environment(folder, args.first)
         printed = False
-        with _running(args.command, environment, to_stderr=args.json) as process:
+        with _running_job(args.command, environment, to_stderr=args.json) as process:
             while process.poll() is None:
                 time.sleep(_POLL)
                 if not printed and _is_complete(observations := read_observations(folder)):
-                    _print(observations, spec, args)
+                    _print_xray(observations, spec, args)
                     printed = True
                     if args.stop:
                         return 0
@@ -63,13 +63,13 @@ def run(args: Namespace) -> int:
         code = code if code >= 0 else 128 - code
         if not printed:
             if not (observations := read_observations(folder)):
-                raise _unobserved(folder, args, code)
-            _print(observations, spec, args)
+                raise _observation_error(folder, args, code)
+            _print_xray(observations, spec, args)
     return code
 
 
 @contextmanager
-def _running(
+def _running_job(
     command: list[str], environment: dict[str, str], *, to_stderr: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the job, and end it with this command.
@@ -80,10 +80,10 @@ def _running(
         to_stderr: Keep standard output free for JSON.
     """
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def raise_interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         try:
             process = subprocess.Popen(
@@ -95,12 +95,12 @@ def _running(
         try:
             yield process
         finally:
-            _end(process)
+            _end_job(process)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_job(process: subprocess.Popen[bytes]) -> None:
     """End the job if it runs: torchrun passes SIGTERM on to its ranks."""
     if process.poll() is None:
         process.terminate()
@@ -112,34 +112,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_observations(folder: Path) -> list[Observation]:
-    """Return the observations in a folder, by rank.
-
-    Raises:
-        PtrainError: A file has another format.
-    """
-    found = []
-    for path in folder.glob("rank-*.json"):
-        try:
-            found.append(decode(json.loads(path.read_text(encoding="utf-8")), Observation))
-        except Malformed as error:
-            raise PtrainError(f"xray: {path}: {error}") from None
-    return sorted(found, key=lambda seen: seen.rank)
+    """Return the observations in a folder."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("rank-*.json"))]
+    return [decode(json.loads(text), Observation) for text in texts]
 
 
 def _is_complete(observations: list[Observation]) -> bool:
     return bool(observations) and len(observations) == observations[0].world_size
 
 
-def _unobserved(folder: Path, args: Namespace, code: int) -> PtrainError:
+def _observation_error(folder: Path, args: Namespace, code: int) -> PtrainError:
     """Return the error of a job without an observation; its exit code is the job's, or 2."""
-    found = [json.loads(path.read_text()) for path in folder.glob("process-*.json")]
-    steps = max((status["steps"] for status in found), default=0)
+    statuses = [json.loads(path.read_text()) for path in folder.glob("process-*.json")]
+    steps = max((status["steps"] for status in statuses), default=0)
     last = args.first + WATCHED - 1
-    errors = [status["error"] for status in found if status["error"]]
+    errors = [status["error"] for status in statuses if status["error"]]
     if code:
         text = f"the job failed with exit code {code} after {steps} optimizer steps"
         remedy = f"Run the job alone first: {' '.join(args.command[:1])} …"
-    elif not found:
+    elif not statuses:
         text = "no Python process of the job imported torch"
         remedy = "Start the job's Python without -I, -E and -S, and outside a container."
     elif errors:
@@ -158,15 +149,15 @@ def _unobserved(folder: Path, args: Namespace, code: int) -> PtrainError:
     return error
 
 
-def _print(observations: list[Observation], spec: Spec | None, args: Namespace) -> None:
+def _print_xray(observations: list[Observation], spec: Spec | None, args: Namespace) -> None:
     """Infer the placement and print the X-ray."""
-    result = examine(observations, spec, allow_import=args.allow_import)
+    result = infer_xray(observations, spec, allow_import=args.allow_import)
     if args.out and result.spec:
         write_text(args.out, result.spec)
     if args.json:
-        print_json(result.record())
+        print_json(result.as_record())
         return
-    print_screen(*result.lines())
+    print_screen(*result.screen_lines())
     if result.spec:
         print_screen(f"Spec written to {args.out}" if args.out else result.spec.rstrip(), "")
     following = command_line("predict", [str(args.config or args.out)])
@@ -174,7 +165,7 @@ def _print(observations: list[Observation], spec: Spec | None, args: Namespace) 
         "ptrain xray --out FILE -- COMMAND", "ptrain help xray"))  # fmt: skip
 
 
-def examine(
+def infer_xray(
     observations: list[Observation], spec: Spec | None = None, *, allow_import: bool = False
 ) -> XRay:
     """Return the X-ray of a job from the observations of its ranks.
@@ -192,9 +183,9 @@ def examine(
         return result
     result.findings += compare_with_spec(job, spec)
     exact = derive(spec, load_facts(spec, allow_import=allow_import, is_quiet=True)).exact
-    result.predicted = {
+    result.predicted_bytes = {
         str(row.state): row.device_bytes or 0 for row in exact.memory if not row.rank
     }
-    if (peak := exact.peak_bytes) is not None:
-        result.predicted["peak"] = peak
+    if (peak := exact.peak_bytes()) is not None:
+        result.predicted_bytes["peak"] = peak
     return result

@@ -461,7 +461,7 @@ class RoleFinder(OperatorMode):
         self._declare()
         self._stack.enter_context(add_listeners(self._program.gradient_observers, self))
         # A hook of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
-        # optimizer per unit and rule. No hook after the step: the X-ray enters this mode inside one.
+        # optimizer per unit and rule. No hook after steps: the X-ray enters this mode in one.
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         modules = self._program.model.named_modules()
         self._stack.enter_context(watch_modules(modules, before=self._before_use))

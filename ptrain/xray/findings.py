@@ -45,14 +45,14 @@ class Finding(NamedTuple):
 def find_traps(job: Inference) -> list[Finding]:
     """Return the findings that need no spec."""
     return [
-        *_accumulation(job),
-        *_parameters(job),
-        *_gathered(job),
+        *_find_repeated_reductions(job),
+        *_find_idle_parameters(job),
+        *_find_gathered_units(job),
         *chain.from_iterable(_axis_findings(job, axis) for axis in job.axes),
     ]
 
 
-def _accumulation(job: Inference) -> Iterator[Finding]:
+def _find_repeated_reductions(job: Inference) -> Iterator[Finding]:
     """Yield a finding if gradients are all-reduced in more than one backward pass of a step."""
     passes, sizes = set(), []
     for seen in job.observations:
@@ -76,7 +76,7 @@ def _accumulation(job: Inference) -> Iterator[Finding]:
         )
 
 
-def _parameters(job: Inference) -> Iterator[Finding]:
+def _find_idle_parameters(job: Inference) -> Iterator[Finding]:
     """Yield findings on parameters without gradient, and on those that no optimizer updates."""
     held = [t for seen in job.observations for t in seen.tensors]
     received = {t.name for t in held if t.state is State.GRADIENTS}
@@ -110,7 +110,7 @@ def _name_list(sizes: dict[str, int]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _gathered(job: Inference) -> Iterator[Finding]:
+def _find_gathered_units(job: Inference) -> Iterator[Finding]:
     """Yield a finding on units of FSDP2 that stay all-gathered between forward and backward."""
     kept = {
         in_any_block(unit.path) or "the root": unit.nbytes * len(unit.ranks)
@@ -151,12 +151,12 @@ def _axis_findings(job: Inference, axis: MeshAxis) -> Iterator[Finding]:
     if axis.kind == "data" and job.has_equal_inputs(axis):
         yield Finding(
             "equal-samples",
-            f"The ranks of {axis.label} = {axis.size} received equal inputs in the first forward pass "
-            "of the watched step.",
+            f"The ranks of {axis.label} = {axis.size} received equal inputs in the first forward "
+            "pass of the watched step.",
             "Give each rank its samples, such as by a DistributedSampler.",
         )
     if axis.parameters in _SHARDED and axis.kind == "data" and axis.optimizer == "R":
-        size = axis.replicated.get(str(State.OPTIMIZER), 0)
+        size = axis.replicated_bytes.get(str(State.OPTIMIZER), 0)
         yield Finding(
             "optimizer-replicated",
             f"Parameters are sharded over {axis.label}, but each rank holds all "
@@ -168,7 +168,7 @@ def _axis_findings(job: Inference, axis: MeshAxis) -> Iterator[Finding]:
 def replication_notes(axis: MeshAxis) -> Iterator[str]:
     """Yield a sentence for each state whose replicas a data axis does not need."""
     for state, name in ((State.PARAMETERS, "parameters"), (State.OPTIMIZER, "optimizer state")):
-        size = axis.replicated.get(str(state), 0)
+        size = axis.replicated_bytes.get(str(state), 0)
         if axis.kind == "data" and axis[state] == "R" and size:
             saved = size - size // axis.size
             yield (
@@ -216,7 +216,8 @@ def compare_with_spec(job: Inference, spec: Spec) -> Iterator[Finding]:
             f"A step has {with_noun(job.accumulation or 0, 'micro-batch')}; the spec has "
             f"{spec.batch.accumulate}.",
         )
-    reduced, meant = job.moved_dtype(State.GRADIENTS), _TORCH_NAMES.get(str(spec.precision.effective_layout.reduced))
+    reduced = job.moved_dtype(State.GRADIENTS)
+    meant = _TORCH_NAMES.get(str(spec.precision.effective_layout.reduced))
     if meant and reduced not in (UNKNOWN, meant):
         yield Finding("spec-dtype", f"Gradients are reduced in {reduced}; the spec has {meant}.")
 

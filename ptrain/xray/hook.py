@@ -1,8 +1,8 @@
 """The hook that attaches the X-ray to the Python processes of a job.
 
 The command puts a temporary folder with `sitecustomize.py` first on PYTHONPATH, so that every
-Python process of the job calls `start`. Nothing else happens until the process imports torch; then
-a hook counts optimizer steps. The meters (`xray.watch`) are imported at the end of the first
+Python process of the job calls `attach_hook`. Nothing else happens until the process imports torch;
+then a hook counts optimizer steps. The meters (`xray.watch`) are imported at the end of the first
 step, watch `WATCHED` steps, write the observation, and detach. One hook that returns at once is
 left, because torch calls it from a loop over the hooks, which must not change meanwhile.
 
@@ -40,7 +40,7 @@ root = {root!r}
 if root not in sys.path:
     sys.path.append(root)
 from ptrain.xray import hook
-hook.start()
+hook.attach_hook()
 this = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize
@@ -51,7 +51,7 @@ except ImportError as error:
 """
 
 
-def start() -> None:
+def attach_hook() -> None:
     """Wait for the import of torch in this process."""
     if FOLDER in os.environ:
         sys.meta_path.insert(0, TorchFinder(_on_torch))
@@ -129,13 +129,13 @@ class StepCounter:
         self.steps += 1
         seconds = time.perf_counter() - self._ended
         try:
-            self._advance(seconds)
-        except Exception as error:  # a meter must not end the job that it watches
+            self._end_step(seconds)
+        except Exception as error:  # noqa: BLE001  a meter must not end the job that it watches
             self._error = f"{type(error).__name__}: {error}"
-            self._stop()
+            self._end_watch()
         self._ended = time.perf_counter()
 
-    def _advance(self, seconds: float) -> None:
+    def _end_step(self, seconds: float) -> None:
         """Start, continue or end the watch after a step."""
         if self._watch is None:
             watch = importlib.import_module("ptrain.xray.watch")
@@ -145,16 +145,16 @@ class StepCounter:
         if 0 <= begun < WATCHED:
             self._watch.begin_step(begun, self.steps + 1)
         elif begun > WATCHED:  # one more step without meters has been timed
-            self._watch.write()
-            self._stop()
+            self._watch.write_observation()
+            self._end_watch()
 
-    def _stop(self) -> None:
+    def _end_watch(self) -> None:
         """Detach all meters, and count no further step."""
         self._is_done = True
         watch, self._watch = self._watch, None
         if watch is not None:
             with suppress(Exception):
-                watch.close()
+                watch.detach_meters()
 
     def write_status(self) -> None:
         """Write the status of this process: its rank, its steps, and the X-ray's error."""
@@ -162,7 +162,7 @@ class StepCounter:
             return
         if self._watch is not None and self.steps == self.first + WATCHED - 1:
             with suppress(Exception):  # the job has no further step
-                self._watch.write()
+                self._watch.write_observation()
         status = {
             "rank": int(os.environ.get("RANK", "0")),
             "steps": self.steps,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import combinations
 
 from ptrain.cost import Collective, Phase, State
@@ -38,7 +38,7 @@ class MeshAxis:
         size: Number of ranks of a group.
         kind: `data`, `tensor`, `context`, `pipeline`, `expert` or `unknown`.
         parameters: The mode: `R`, `S`, `S*`, `M`, `O` or `unknown`. So are the other states.
-        replicated: Bytes per rank of equal tensors on all ranks of a group, by state.
+        replicated_bytes: Bytes per rank of equal tensors on all ranks of a group, by state.
         collectives: Number of calls per rank and step over exactly these groups.
     """
 
@@ -50,7 +50,7 @@ class MeshAxis:
     optimizer: str = UNKNOWN
     gradients: str = UNKNOWN
     activations: str = UNKNOWN
-    replicated: dict[str, int] = field(default_factory=dict)
+    replicated_bytes: dict[str, int] = field(default_factory=dict)
     collectives: int = 0
 
     @property
@@ -70,11 +70,11 @@ class MeshAxis:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class StateComparison:
     """The bytes of a state over one axis, by the result of comparing ranks.
 
     Attributes:
-        sharded: Bytes of tensors that a layout shards, or whose shapes differ.
+        sharded_bytes: Bytes of tensors that a layout shards, or whose shapes differ.
         absent: Bytes of tensors that only some ranks of a group hold.
         differing: Bytes of tensors of equal name and shape whose values differ.
         flat: Those of them that only an optimizer has: flat partitions and master copies.
@@ -82,7 +82,7 @@ class Comparison:
         pending: Bytes of tensors with a pending reduction.
     """
 
-    sharded: int = 0
+    sharded_bytes: int = 0
     absent: int = 0
     differing: int = 0
     flat: int = 0
@@ -92,7 +92,7 @@ class Comparison:
     @property
     def is_empty(self) -> bool:
         """True if no tensor could be compared."""
-        return not (self.sharded or self.absent or self.differing or self.equal or self.pending)
+        return not any(astuple(self))
 
 
 def find_axes(observations: Sequence[Observation]) -> list[MeshAxis]:
@@ -188,16 +188,16 @@ class Inference:
             call
             for seen in self.observations
             for call in seen.calls
-            if (group := self._group(axis, seen.rank))
+            if (group := self._group_of(axis, seen.rank))
             and ({*group} == {*call.ranks} if exact else {*group} <= {*call.ranks})
         ]
 
-    def _group(self, axis: MeshAxis, rank: int) -> Ranks:
+    def _group_of(self, axis: MeshAxis, rank: int) -> Ranks:
         return next((ranks for ranks in axis.ranks if rank in ranks), ())
 
-    def compare(self, axis: MeshAxis, state: State) -> Comparison | None:
+    def compare_ranks(self, axis: MeshAxis, state: State) -> StateComparison | None:
         """Return the comparison of a state over an axis, None if a rank was not observed."""
-        result = Comparison()
+        result = StateComparison()
         for group in axis.ranks:
             if not {*group} <= self.by_rank.keys():
                 return None
@@ -227,16 +227,16 @@ class Inference:
         axis.collectives = sum(call.calls for call in self.calls_over(axis, exact=True))
         axis.collectives //= max(len(self.observations), 1)
         states = {
-            state: self.compare(axis, state)
+            state: self.compare_ranks(axis, state)
             for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
         }
         parameters = states[State.PARAMETERS]
         if parameters is None or parameters.is_empty:
             return
-        axis.replicated = {
-            str(state): found.equal // sum(map(len, axis.ranks))
-            for state, found in states.items()
-            if found and found.equal
+        axis.replicated_bytes = {
+            str(state): held.equal // sum(map(len, axis.ranks))
+            for state, held in states.items()
+            if held and held.equal
         }
         axis.kind = self._find_kind(axis, parameters)
         axis.parameters = self._parameter_mode(axis, parameters)
@@ -252,7 +252,7 @@ class Inference:
     def _is_offloaded(self) -> bool:
         return any(unit.is_offloaded for seen in self.observations for unit in seen.wrappers)
 
-    def _find_kind(self, axis: MeshAxis, parameters: Comparison) -> str:
+    def _find_kind(self, axis: MeshAxis, parameters: StateComparison) -> str:
         """Return the kind of an axis from the collectives over it."""
         calls = self.calls_over(axis)
         exact = self.calls_over(axis, exact=True)
@@ -265,7 +265,7 @@ class Inference:
         }
         is_reduced = any(c.state is State.GRADIENTS and c.collective in REDUCTIONS for c in calls)
         is_gathered = any(c.state is State.PARAMETERS and c.phase in _PASSES for c in exact)
-        is_split = parameters.sharded or parameters.differing or parameters.absent
+        is_split = parameters.sharded_bytes or parameters.differing or parameters.absent
         if pairs and is_split and not parameters.equal and not is_gathered:
             return "pipeline"
         if Collective.ALL_TO_ALL in exchanged and is_split and parameters.equal and not is_gathered:
@@ -281,9 +281,9 @@ class Inference:
             return UNKNOWN if exchanged else "data"
         return UNKNOWN
 
-    def _parameter_mode(self, axis: MeshAxis, found: Comparison) -> str:
+    def _parameter_mode(self, axis: MeshAxis, held: StateComparison) -> str:
         """Return the mode of the parameters on an axis."""
-        if not (found.sharded or found.absent or found.differing):
+        if not (held.sharded_bytes or held.absent or held.differing):
             return "R"
         if axis.kind in ("pipeline", "tensor", "expert"):
             return "S"
@@ -293,33 +293,33 @@ class Inference:
             if call.state is State.PARAMETERS and call.phase in _PASSES
         ]
         if not gathers:
-            return "S" if found.sharded and not found.differing else UNKNOWN
+            return "S" if held.sharded_bytes and not held.differing else UNKNOWN
         stored = self.dtype_of(State.PARAMETERS)
         return "S*" if {call.dtype for call in gathers} == {stored} else "M"
 
-    def _optimizer_mode(self, axis: MeshAxis, found: Comparison | None) -> str:
+    def _optimizer_mode(self, axis: MeshAxis, held: StateComparison | None) -> str:
         """Return the mode of the optimizer state on an axis."""
         is_sharded = axis.parameters not in ("R", UNKNOWN)
-        if found is None or axis.parameters == UNKNOWN:
+        if held is None or axis.parameters == UNKNOWN:
             return UNKNOWN
-        if found.is_empty:  # an optimizer without state updates what the rank stores
+        if held.is_empty:  # an optimizer without state updates what the rank stores
             return "S" if is_sharded else "R"
-        if found.sharded or found.absent or found.flat or (found.differing and is_sharded):
+        if held.sharded_bytes or held.absent or held.flat or (held.differing and is_sharded):
             return "S"
-        return UNKNOWN if found.differing else "R"
+        return UNKNOWN if held.differing else "R"
 
-    def _gradient_mode(self, axis: MeshAxis, found: Comparison | None) -> str:
+    def _gradient_mode(self, axis: MeshAxis, held: StateComparison | None) -> str:
         """Return the mode of the gradients that the optimizer receives."""
-        if found is None or found.pending or axis.parameters == UNKNOWN:
+        if held is None or held.pending or axis.parameters == UNKNOWN:
             return UNKNOWN
         is_sharded = axis.parameters != "R"
-        if found.sharded or found.absent or found.flat or (found.differing and is_sharded):
+        if held.sharded_bytes or held.absent or held.flat or (held.differing and is_sharded):
             return "S"
-        if found.is_empty:  # zeros, for example: only the reduction is evidence
+        if held.is_empty:  # zeros, for example: only the reduction is evidence
             calls = [c for c in self.calls_over(axis) if c.state is State.GRADIENTS]
             is_full = {call.collective for call in calls} == {Collective.ALL_REDUCE}
             return "R" if is_full and not is_sharded else UNKNOWN
-        return UNKNOWN if found.differing else "R"
+        return UNKNOWN if held.differing else "R"
 
     def _activation_mode(self, axis: MeshAxis) -> str:
         """Return the mode of the activations on an axis."""
@@ -364,15 +364,17 @@ class Inference:
         return backwards if forwards == backwards else None
 
 
-def _compare_tensor(result: Comparison, facts: Sequence[TensorFact | None], group: Ranks) -> None:
+def _compare_tensor(
+    result: StateComparison, facts: Sequence[TensorFact | None], group: Ranks
+) -> None:
     """Add the comparison of one tensor between the ranks of a group."""
     held = [fact for fact in facts if fact is not None]
     size = sum(fact.nbytes for fact in held)
-    letters = {_letter(fact, group) for fact in held}
+    letters = {_placement_letter(fact, group) for fact in held}
     if "P" in letters:
         result.pending += size
     elif "S" in letters or len({fact.shape for fact in held}) > 1:
-        result.sharded += size
+        result.sharded_bytes += size
     elif not all(fact.digest for fact in held) and "R" not in letters:
         return  # without elements, or with equal ones: no evidence
     elif len(held) < len(facts):
@@ -384,7 +386,7 @@ def _compare_tensor(result: Comparison, facts: Sequence[TensorFact | None], grou
         result.flat += size if held[0].name.startswith("optimizer.") else 0
 
 
-def _letter(fact: TensorFact, group: Ranks) -> str:
+def _placement_letter(fact: TensorFact, group: Ranks) -> str:
     """Return `S`, `R` or `P` if the tensor's layout covers the group, else ""."""
     if {*group} <= {*fact.flat}:
         return "S"
@@ -402,17 +404,17 @@ def find_recomputed(observations: Sequence[Observation]) -> list[str] | None:
     paths = {fact.path for seen in observations for fact in seen.modules}
     if not paths:
         return None
-    again = {fact.path for seen in observations for fact in seen.modules if fact.recomputed}
+    again = {fact.path for seen in observations for fact in seen.modules if fact.recomputations}
     # from the innermost to the outermost
     for path in sorted(paths, key=lambda path: path.count("."), reverse=True):
-        children = _children(path, paths)
+        children = _direct_children(path, paths)
         if path not in again and children and all(child in again for child in children):
             again.add(path)
     outermost = [path for path in again if not any(_is_inside(path, other) for other in again)]
     return sorted(set(map(in_any_block, outermost)))
 
 
-def _children(path: str, paths: Collection[str]) -> list[str]:
+def _direct_children(path: str, paths: Collection[str]) -> list[str]:
     inside = [other for other in paths if _is_inside(other, path)]
     return [one for one in inside if not any(_is_inside(one, other) for other in inside)]
 

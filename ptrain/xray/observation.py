@@ -148,17 +148,17 @@ class ModuleFact:
         path: The path of the module.
         peak_bytes: The most live bytes of the rank while the module ran.
         kept_bytes: Live bytes that its first forward pass added and kept for backward.
-        recomputed: Number of forward passes within a backward pass.
+        recomputations: Number of forward passes within a backward pass.
     """
 
     path: str
     peak_bytes: int = 0
     kept_bytes: int = 0
-    recomputed: int = 0
+    recomputations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockedFact:
+class WaitFact:
     """Seconds of a step in which the rank's main thread waits for a group."""
 
     ranks: tuple[int, ...]
@@ -184,7 +184,7 @@ class Observation:
         modules: Memory by module.
         memory: Bytes by state at the moments that `MemoryMeter` defines.
         peaks: Highest live bytes by phase.
-        blocked: Waiting time by group.
+        waits: Waiting time by group.
         forwards: Forward passes of the outermost trained modules, without recomputation.
         backwards: Backward passes that a step calls.
         inputs: Digests of the tensors that the outermost modules receive first in a step.
@@ -207,7 +207,7 @@ class Observation:
     modules: tuple[ModuleFact, ...] = ()
     memory: tuple[Footprint, ...] = ()
     peaks: tuple[Peak, ...] = ()
-    blocked: tuple[BlockedFact, ...] = ()
+    waits: tuple[WaitFact, ...] = ()
     forwards: int | None = None
     backwards: int | None = None
     inputs: tuple[str, ...] = ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from ptrain.codec import encode
 from ptrain.cost import PLACED, State
@@ -27,7 +28,7 @@ class XRay:
         findings: Traps, then differences from a spec.
         spec: The spec of the same placement as YAML, "" if there is none.
         no_spec: The reason if there is none.
-        predicted: Predicted bytes of a rank by state and `peak`, from a given spec.
+        predicted_bytes: Predicted bytes of a rank by state and `peak`, from a given spec.
         no_prediction: The reason if there is none.
     """
 
@@ -35,10 +36,10 @@ class XRay:
     findings: list[Finding] = field(default_factory=list)
     spec: str = ""
     no_spec: str = ""
-    predicted: dict[str, int] = field(default_factory=dict)
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
     no_prediction: str = ""
 
-    def record(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """Return the result as plain data, for `--json`."""
         job, seen = self.job, self.job.observations
         accumulation, recomputed = job.accumulation, job.recomputed
@@ -47,7 +48,7 @@ class XRay:
             "observed_ranks": [one.rank for one in seen],
             "steps": list(seen[0].steps),
             "seconds": max((one.seconds for one in seen if one.seconds is not None), default=None),
-            "watched_seconds": [max(row) for row in zip(*(one.watched_seconds for one in seen), strict=False)],
+            "watched_seconds": list(seen[0].watched_seconds),
             "axes": [encode(axis) for axis in job.axes],
             "findings": [finding._asdict() for finding in self.findings],
             "dtypes": {
@@ -73,19 +74,19 @@ class XRay:
             "blocked": [
                 {"rank": one.rank, "axis": axis_label(job, row.ranks), "seconds": row.seconds}
                 for one in seen
-                for row in one.blocked
+                for row in one.waits
             ],
             "host_share": UNKNOWN if (share := seen[0].host_share) is None else share,
             "unknown": dict(seen[0].unknown or {}),
             "spec": self.spec or None,
-            "predicted": self.predicted or None,
+            "predicted": self.predicted_bytes or None,
             "reasons": {"spec": self.no_spec, "predicted": self.no_prediction},
         }  # fmt: skip
 
-    def lines(self) -> Iterator[str]:
+    def screen_lines(self) -> Iterator[str]:
         """Yield the screen: the placement first."""
         job, seen = self.job, self.job.observations
-        yield _heading(seen)
+        yield _first_line(seen)
         yield from (
             ("", *_axis_table(job.axes)) if job.axes else ("Placement: one rank, or no mesh.",)
         )
@@ -116,7 +117,7 @@ class XRay:
 
     def _job_lines(self) -> Iterator[str]:
         """Yield the lines on dtypes, micro-batches, recomputation, wrap units and time."""
-        record = self.record()
+        record = self.as_record()
         yield "dtypes: " + " · ".join(f"{what} {name}" for what, name in record["dtypes"].items())
         again = record["recomputation"]
         again = again if isinstance(again, str) else ", ".join(again) or "none"
@@ -129,7 +130,8 @@ class XRay:
         waits = [row["seconds"] for row in record["blocked"]]
         waited = sum_by_key((row["rank"], row["seconds"]) for row in record["blocked"]).values()
         blocked = f"{min(waited):.2g} to {max(waited):.2g} s" if waits else UNKNOWN
-        yield f"step: {time} · waiting for other ranks: {blocked} · host-bound: {record['host_share']}"
+        host = record["host_share"]
+        yield f"step: {time} · waiting for other ranks: {blocked} · host-bound: {host}"
 
     def _memory_table(self) -> Iterator[str]:
         """Yield the table of memory by state: least and most over ranks, and predicted bytes."""
@@ -142,7 +144,7 @@ class XRay:
         cells = [
             [
                 state, format_bytes(min(held)), format_bytes(max(held)),
-                format_bytes(self.predicted[state]) if state in self.predicted else "–",
+                format_bytes(self.predicted_bytes[state]) if state in self.predicted_bytes else "–",
             ]
             for state, held in sizes.items()
         ]  # fmt: skip
@@ -151,10 +153,10 @@ class XRay:
             TableColumn("max", Importance.RESULT), TableColumn("predicted"),
         ]  # fmt: skip
         columns = make_columns(cells, *heads)
-        yield render_table(columns if self.predicted else columns[:-1])
+        yield render_table(columns if self.predicted_bytes else columns[:-1])
 
 
-def _heading(seen: Sequence[Observation]) -> str:
+def _first_line(seen: Sequence[Observation]) -> str:
     """Return the line on the ranks and steps."""
     size = seen[0].world_size
     part = "" if len(seen) == size else f" ({len(seen)} observed, so placements may be unknown)"
@@ -184,8 +186,7 @@ def axis_label(job: Inference, ranks: tuple[int, ...]) -> str:
     return " x ".join(spanned) or "ranks " + ",".join(map(str, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficRow:
+class TrafficRow(NamedTuple):
     """Equal calls per step, of the rank that sends most."""
 
     axis: str
@@ -193,32 +194,28 @@ class TrafficRow:
     collective: str
     state: str
     dtype: str
-    calls: int
-    payload_bytes: int
-    sent_bytes: int
-
-    def _asdict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = encode(self)
-        return plain
+    calls: int = 0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
 
 
 def traffic_rows(job: Inference) -> list[TrafficRow]:
     """Return the traffic by axis, phase, collective, state and dtype."""
-    most: dict[tuple[str, ...], tuple[int, int, int]] = {}
+    most: dict[TrafficRow, TrafficRow] = {}
     for seen in job.observations:
-        sums: dict[tuple[str, ...], tuple[int, int, int]] = {}
+        sums: dict[TrafficRow, TrafficRow] = {}
         for call in seen.calls:
-            key = (
-                axis_label(job, call.ranks), str(call.phase), str(call.collective),
-                str(call.state), call.dtype,
-            )  # fmt: skip
-            calls, payload, sent = sums.get(key, (0, 0, 0))
-            sums[key] = (
-                calls + call.calls, payload + call.payload_bytes, sent + call.sent_bytes,
-            )  # fmt: skip
+            label, kind = axis_label(job, call.ranks), str(call.collective)
+            key = TrafficRow(label, str(call.phase), kind, str(call.state), call.dtype)
+            row = sums.get(key, key)
+            sums[key] = row._replace(
+                calls=row.calls + call.calls,
+                payload_bytes=row.payload_bytes + call.payload_bytes,
+                sent_bytes=row.sent_bytes + call.sent_bytes,
+            )
         for key, row in sums.items():
-            most[key] = max(most.get(key, row), row, key=lambda figures: figures[2])
-    return [TrafficRow(*key, *figures) for key, figures in most.items()]
+            most[key] = max(most.get(key, row), row, key=attrgetter("sent_bytes"))
+    return [*most.values()]
 
 
 def _traffic_table(rows: Sequence[TrafficRow]) -> str:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,12 +44,12 @@ from ptrain.xray.observation import (
     DDP,
     FSDP1,
     FSDP2,
-    BlockedFact,
     CallFact,
     GroupFact,
     ModuleFact,
     Observation,
     TensorFact,
+    WaitFact,
     WrapperFact,
 )
 
@@ -100,13 +101,13 @@ class JobState(WrappedModule):
     def __init__(self, optimizers: Iterable[Any]) -> None:
         inner = [unwrap_optimizer(optimizer) for optimizer in optimizers]
         self.optimizers: list[Any] = list({id(one): one for one in inner}.values())
-        found = find_models(self.optimizers)
-        self.model = found[0] if len(found) == 1 else nn.ModuleList(found)
+        models = find_models(self.optimizers)
+        self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.gradient_observers: list[Any] = []
-        if not found:  # tensors without modules
+        if not models:  # tensors without modules
             self.model.register_parameter(
                 "tensor",
-                next(_parameters_of(self.optimizers[0])),  # type: ignore[arg-type]
+                next(_parameters_of(self.optimizers[0])),
             )
         super().__init__(self.model, None)
 
@@ -155,7 +156,7 @@ class JobState(WrappedModule):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         rows.append((State.OPTIMIZER, name, key, value, parameter, ()))
-        yield from _facts(
+        yield from _describe_tensors(
             rows, lambda p: id(p) in updated or storage_of(p)._cdata in updated_storages
         )
 
@@ -170,13 +171,13 @@ class JobState(WrappedModule):
             for name, parameter in held.values()
             if parameter.grad is not None
         ]
-        yield from _facts(rows, lambda _: True)
+        yield from _describe_tensors(rows, lambda _: True)
 
-    def wrappers(self) -> Iterator[WrapperFact]:
+    def wrap_units(self) -> Iterator[WrapperFact]:
         """Yield the wrap units of DDP, FSDP1 and FSDP2."""
         for path, module in self.model.named_modules():
             if isinstance(module, DistributedDataParallel):
-                ranks, size = group_ranks(module.process_group), _bytes(module.parameters())
+                ranks, size = group_ranks(module.process_group), _count_bytes(module.parameters())
                 yield WrapperFact(kind=DDP, path=path, ranks=ranks, nbytes=size)
             elif isinstance(module, FullyShardedDataParallel):
                 if (shard := flat_shard(module)) is not None:
@@ -185,11 +186,11 @@ class JobState(WrappedModule):
                 yield from (_fsdp2_fact(path, group) for group in parameter_groups(module))
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local_tensor(t).numel() * t.element_size() for t in tensors)
 
 
-def _dtype(dtype: torch.dtype | None) -> str:
+def _dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -201,12 +202,12 @@ def _fsdp1_fact(path: str, module: Any, shard: Any) -> WrapperFact:
         path=path,
         ranks=group_ranks(module.process_group),
         replicas=group_ranks(between) if between is not None else (),
-        nbytes=_bytes([shard.flat]),
+        nbytes=_count_bytes([shard.flat]),
         # SHARD_GRAD_OP and its hybrid keep the unit between forward and backward.
         reshards="FULL" in module.sharding_strategy.name
         or module.sharding_strategy.name == "HYBRID_SHARD",
-        param_dtype=_dtype(precision.param_dtype),
-        reduce_dtype=_dtype(precision.reduce_dtype),
+        param_dtype=_dtype_name(precision.param_dtype),
+        reduce_dtype=_dtype_name(precision.reduce_dtype),
         is_offloaded=bool(module.cpu_offload and module.cpu_offload.offload_params),
     )
 
@@ -216,22 +217,21 @@ def _fsdp2_fact(path: str, group: Any) -> WrapperFact:
     mesh = group.mesh_info.mesh
     ranks = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
     shards = [part.sharded_param for part in group.fsdp_params]
-    found = list(policies(group))
-    precision = found[0]
+    precision, *_, offload = policies(group)
     return WrapperFact(
         kind=FSDP2,
         path=path,
         ranks=ranks[-1],
         replicas=ranks[0] if len(ranks) == 2 else (),
-        nbytes=_bytes(shards),
+        nbytes=_count_bytes(shards),
         reshards=group.post_forward_mesh_info is not None,
-        param_dtype=_dtype(getattr(precision, "param_dtype", None)),
-        reduce_dtype=_dtype(getattr(precision, "reduce_dtype", None)),
-        is_offloaded=type(found[-1]).__name__ == "CPUOffloadPolicy",
+        param_dtype=_dtype_name(getattr(precision, "param_dtype", None)),
+        reduce_dtype=_dtype_name(getattr(precision, "reduce_dtype", None)),
+        is_offloaded=type(offload).__name__ == "CPUOffloadPolicy",
     )
 
 
-def _facts(rows: Sequence[Any], is_updated: Any) -> Iterator[TensorFact]:
+def _describe_tensors(rows: Sequence[Any], is_updated: Any) -> Iterator[TensorFact]:
     """Yield the facts of tensors, with their digests."""
     locals_ = [local_tensor(tensor.detach()) for _, _, _, tensor, _, _ in rows]
     digests = iter(compute_digests([held for held in locals_ if _is_telling(held)]))
@@ -240,13 +240,13 @@ def _facts(rows: Sequence[Any], is_updated: Any) -> Iterator[TensorFact]:
         layout = tensor
         if not isinstance(tensor, DTensor) and held.shape == local_tensor(parameter).shape:
             layout = parameter
-        placements, mesh = _layout(layout)
+        placements, mesh = _mesh_layout(layout)
         yield TensorFact(
             state=state,
             name=name,
             key=key,
             shape=tuple(held.shape),
-            dtype=_dtype(held.dtype),
+            dtype=_dtype_name(held.dtype),
             nbytes=held.numel() * held.element_size(),
             digest=next(digests) if _is_telling(held) else "",
             placements=placements,
@@ -258,7 +258,6 @@ def _facts(rows: Sequence[Any], is_updated: Any) -> Iterator[TensorFact]:
         )
 
 
-@torch.no_grad()
 def _is_telling(held: torch.Tensor) -> bool:
     """Return True if equal bytes on two ranks are evidence: the elements are not all equal."""
     if held.numel() <= 1 or held.is_meta or held.layout is not torch.strided:
@@ -266,7 +265,7 @@ def _is_telling(held: torch.Tensor) -> bool:
     return not bool((held == held.reshape(-1)[0]).all())
 
 
-def _layout(tensor: torch.Tensor) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+def _mesh_layout(tensor: torch.Tensor) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Return placements and groups by mesh dimension, () for a tensor that is no DTensor."""
     if not isinstance(tensor, DTensor):
         return (), ()
@@ -298,18 +297,20 @@ class StepWatch(PhaseWatch):
 
     def __enter__(self) -> Self:
         modules = [*self._module.named_modules()]
-        watched = watch_modules(modules, before=self._before, after=self._after, is_first=True)
+        watched = watch_modules(
+            modules, before=self._begin_forward, after=self._end_forward, is_first=True
+        )
         self._running = self._stack.enter_context(watched)
         backward = torch.autograd.backward
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counting_backward(*args: Any, **kwargs: Any) -> Any:
             is_outermost = not is_in_backward()
             try:
                 return backward(*args, **kwargs)
             finally:
                 self.backwards += is_outermost
 
-        self._stack.enter_context(replace_attributes(torch.autograd, backward=counted))
+        self._stack.enter_context(replace_attributes(torch.autograd, backward=counting_backward))
         super(PhaseWatch, self).__enter__()
         return self
 
@@ -317,7 +318,7 @@ class StepWatch(PhaseWatch):
         super(PhaseWatch, self).__exit__(*error)
         self._stack.close()
 
-    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note a module's forward pass; it begins the forward phase outside backward."""
         if self._memory is not None:
             self._memory.begin_module()
@@ -333,7 +334,7 @@ class StepWatch(PhaseWatch):
             self._micro_batch += 1
             self._enter_phase(Phase.FORWARD)
 
-    def _after(self, path: str, *_: object) -> None:
+    def _end_forward(self, path: str, *_: object) -> None:
         if self._memory is not None:
             self._memory.end_module(path, is_recomputed=is_in_backward())
 
@@ -394,32 +395,37 @@ class CallMeter(TrafficMeter):
         is_buffer = any(storage_of(tensor)._cdata in self._buffers for tensor in tensors)
         numbers = [] if is_buffer else [self._roles.storage_number(tensor) for tensor in tensors]
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        dtype = _dtype(largest.dtype) if largest is not None else ""
+        dtype = _dtype_name(largest.dtype) if largest is not None else ""
         size = 0 if is_buffer or largest is None else largest.numel()
         self._details.append((numbers, dtype, size, self.watch.backwards))
 
-    def facts(self) -> tuple[CallFact, ...]:
+    def call_facts(self) -> tuple[CallFact, ...]:
         """Return the calls, with equal ones added up."""
-        roles = self._roles.roles()
-        total: dict[tuple[Any, ...], list[int]] = {}
+        roles = self._roles.find_roles()
+        total: dict[CallFact, CallFact] = {}
         rows = (row for row in self._rows if not row.key.collective.is_copy)
         for row, (numbers, dtype, size, micro_batch) in zip(rows, self._details, strict=True):
             if not all(map(str.isdecimal, row.key.axes)):
                 continue  # a group that was created within the step
-            found = {roles.get(number) for number in numbers}
-            state = _moved_state(row.key.collective, row.key.phase, found, dtype, size)
-            ranks = tuple(map(int, row.key.axes))
-            key = ranks, row.key.collective, state, row.key.phase, dtype, micro_batch
-            sums = total.setdefault(key, [0, 0, 0])
-            for at, number in enumerate((row.calls, row.payload_bytes, row.sent_bytes)):
-                sums[at] += number
-        return tuple(
-            CallFact(
-                ranks=ranks, collective=kind, state=state, phase=phase, dtype=dtype,
-                micro_batch=micro_batch, calls=calls, payload_bytes=payload, sent_bytes=sent,
+            moved = {roles.get(number) for number in numbers}
+            kind, phase = row.key.collective, row.key.phase
+            key = CallFact(
+                ranks=tuple(map(int, row.key.axes)),
+                collective=kind,
+                state=_moved_state(kind, phase, moved, dtype, size),
+                phase=phase,
+                dtype=dtype,
+                calls=0,
+                micro_batch=micro_batch,
             )
-            for (ranks, kind, state, phase, dtype, micro_batch), (calls, payload, sent) in total.items()
-        )  # fmt: skip
+            known = total.get(key, key)
+            total[key] = replace(
+                key,
+                calls=known.calls + row.calls,
+                payload_bytes=known.payload_bytes + row.payload_bytes,
+                sent_bytes=known.sent_bytes + row.sent_bytes,
+            )
+        return tuple(total.values())
 
 
 def _moved_state(
@@ -445,7 +451,7 @@ class CopyFinder(RoleFinder):
         """Return the number of a tensor's storage."""
         return self._storage_number(tensor)
 
-    def roles(self) -> dict[int, State]:
+    def find_roles(self) -> dict[int, State]:
         """Return the role of each storage."""
         return self._find_roles()
 
@@ -493,11 +499,11 @@ class JobWatch:
             self._seconds.append(seconds)
             return
         self._watched.append(time.perf_counter() - self._began)
-        finish, self._finish = self._finish, None
+        keep_facts, self._finish = self._finish, None
         self._stack.close()
-        finish()
+        keep_facts()
 
-    def close(self) -> None:
+    def detach_meters(self) -> None:
         """Detach all meters."""
         self._stack.close()
 
@@ -514,11 +520,11 @@ class JobWatch:
             self._stack.enter_context(context)
         self._stack.callback(register_optimizer_step_pre_hook(before_update).remove)
 
-        def finish() -> None:
+        def keep_facts() -> None:
             first = next(iter(watch.forwards), "")
             self._facts |= {
                 "tensors": (*state.tensor_facts(), *gradients),
-                "wrappers": tuple(state.wrappers()),
+                "wrappers": tuple(state.wrap_units()),
                 "memory": memory.footprints(),
                 "peaks": memory.peaks(),
                 "modules": tuple(
@@ -526,7 +532,7 @@ class JobWatch:
                         path=path,
                         peak_bytes=fact.peak_bytes,
                         kept_bytes=fact.kept_bytes,
-                        recomputed=watch.recomputed[path],
+                        recomputations=watch.recomputed[path],
                     )
                     for path, fact in memory.by_module.items()
                 ),
@@ -535,7 +541,7 @@ class JobWatch:
                 "inputs": tuple(watch.inputs),
             }
 
-        return finish
+        return keep_facts
 
     def _ranks_by_group(self) -> dict[str, tuple[str, ...]]:
         """Return the ranks of this rank's groups by name, as the axes of a meter's rows."""
@@ -549,35 +555,35 @@ class JobWatch:
         for context in (roles, calls, calls.watch):
             self._stack.enter_context(context)
 
-        def finish() -> None:
+        def keep_facts() -> None:
             groups = [
                 g for g in process_groups.group_names() if g and g.size() > 1 and g.rank() >= 0
             ]
             self._facts |= {
-                "calls": calls.facts(),
+                "calls": calls.call_facts(),
                 "backend": str(dist.get_backend()) if dist.is_initialized() else "",
                 "groups": tuple(
                     GroupFact(ranks=group_ranks(g), axis=_axis_name(g)) for g in groups
                 ),
             }
 
-        return finish
+        return keep_facts
 
     def _watch_waits(self) -> Any:
         waits = WaitMeter(self._ranks_by_group(), rank=self._state.rank)
         self._stack.enter_context(waits)
 
-        def finish() -> None:
-            self._facts["blocked"] = tuple(
-                BlockedFact(ranks=tuple(map(int, row.axes)), seconds=row.seconds)
+        def keep_facts() -> None:
+            self._facts["waits"] = tuple(
+                WaitFact(ranks=tuple(map(int, row.axes)), seconds=row.seconds)
                 for row in waits.rows()
             )
             if waits.absent:
-                self._facts["unknown"] = {"blocked": waits.absent}
+                self._facts["unknown"] = {"waits": waits.absent}
 
-        return finish
+        return keep_facts
 
-    def write(self) -> None:
+    def write_observation(self) -> None:
         """Write the observation of this rank."""
         state = self._state
         unknown = {"host_share": _HOST_UNKNOWN if state.device == "cpu" else "not measured"}

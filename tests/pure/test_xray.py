@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import main
-from ptrain.cli.xray import examine
+from ptrain.cli.xray import infer_xray
 from ptrain.codec import decode, encode
 from ptrain.cost import Collective, Phase, State
 from ptrain.errors import PtrainError
@@ -83,7 +83,7 @@ def ddp(rank: int, **facts: Any) -> Observation:
 
 
 def codes(*observations: Observation) -> list[str]:
-    return [finding.code for finding in examine(list(observations)).findings]
+    return [finding.code for finding in infer_xray(list(observations)).findings]
 
 
 def compared(observations: Sequence[Observation], *words: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_shards_that_are_gathered_in_another_dtype_are_master_copies():
 
 
 def test_recomputed_modules_are_materialized_activations():
-    again = (ModuleFact(path="layers.0.up", recomputed=1), ModuleFact(path="layers.0"))
+    again = (ModuleFact(path="layers.0.up", recomputations=1), ModuleFact(path="layers.0"))
     job = of_all(lambda rank: ddp(rank, modules=(*again, ModuleFact(path="head"))))
     assert job.axes[0].activations == "M"
     assert job.recomputed == ["layers.*"], "its only child is recomputed"
@@ -243,7 +243,7 @@ def test_a_mesh_whose_gradients_are_reduced_over_tp_is_named():
         calls = (reduced((0, 1, 2, 3)),)
         return mesh_of_four(number, "dp", "tp", tensors=tensors(), calls=calls)
 
-    found = examine([rank(number) for number in range(4)]).findings
+    found = infer_xray([rank(number) for number in range(4)]).findings
     assert [finding.code for finding in found] == ["tensor-as-data"]
     assert found[0].text.startswith("tp = 2 runs as data parallelism")
 
@@ -253,7 +253,7 @@ def test_an_axis_without_collectives_is_named():
         calls = (reduced((number % 2, number % 2 + 2)),)
         return mesh_of_four(number, "dp", "cp", tensors=tensors(), calls=calls)
 
-    found = examine([rank(number) for number in range(4)]).findings
+    found = infer_xray([rank(number) for number in range(4)]).findings
     assert [finding.text for finding in found] == [
         "cp = 2 has no effect: no collective ran over it."
     ]
@@ -262,7 +262,7 @@ def test_an_axis_without_collectives_is_named():
 def test_an_all_reduce_in_every_micro_batch_is_named_with_its_bytes():
     calls = tuple(reduced(micro_batch=number) for number in range(3))
     ranks = [ddp(rank, calls=calls, forwards=3, backwards=3) for rank in range(2)]
-    (finding,) = examine(ranks).findings
+    (finding,) = infer_xray(ranks).findings
     assert finding.code == "accumulation-reduces"
     assert "would send 128 B less per rank" in finding.text
 
@@ -276,7 +276,7 @@ def test_parameters_of_ddp_without_gradients_are_named():
     extra = TensorFact(state=State.PARAMETERS, name="unused", nbytes=8, digest="u")
     unit = WrapperFact(kind=DDP, ranks=(0, 1))
     ranks = [ddp(rank, tensors=(*tensors(), extra), wrappers=(unit,)) for rank in range(2)]
-    (finding,) = examine(ranks).findings
+    (finding,) = infer_xray(ranks).findings
     assert finding.text.startswith("unused got no gradient") and "8 B" in finding.text
 
 
@@ -315,7 +315,7 @@ def test_replicated_optimizer_state_of_sharded_parameters_is_named():
 
 def test_a_unit_that_stays_gathered_is_named_with_its_bytes():
     unit = WrapperFact(kind="FSDP2", ranks=(0, 1), nbytes=32, reshards=False)
-    (finding,) = examine([sharded(rank, wrappers=(unit,)) for rank in range(2)]).findings
+    (finding,) = infer_xray([sharded(rank, wrappers=(unit,)) for rank in range(2)]).findings
     assert "64 B stay all-gathered" in finding.text
 
 
@@ -332,7 +332,7 @@ def test_gradients_in_another_dtype_than_the_spec_are_named():
 
 
 def test_the_record_has_the_placement_by_state():
-    record = examine([ddp(0), ddp(1)]).record()
+    record = infer_xray([ddp(0), ddp(1)]).as_record()
     (axis,) = record["axes"]
     assert axis["ranks"] == [[0, 1]] and axis["size"] == 2 and axis["kind"] == "data"
     assert [axis[str(state)] for state in (*STATES, State.ACTIVATIONS)] == ["R"] * 4
@@ -342,18 +342,18 @@ def test_the_record_has_the_placement_by_state():
 
 
 def test_the_spec_of_the_same_placement_is_written():
-    text = examine([sharded(0), sharded(1)]).spec
+    text = infer_xray([sharded(0), sharded(1)]).spec
     assert "mesh: {dp_shard: 2}" in text
     assert "dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}" in text
 
 
 def test_an_unknown_placement_has_no_spec_and_a_reason():
-    result = examine([rank_of(rank, tensors=tensors(f"{rank}")) for rank in range(2)])
+    result = infer_xray([rank_of(rank, tensors=tensors(f"{rank}")) for rank in range(2)])
     assert not result.spec and "not fully known" in result.no_spec
 
 
 def test_the_screen_begins_with_the_placement():
-    lines = list(examine([ddp(0), ddp(1)]).lines())
+    lines = list(infer_xray([ddp(0), ddp(1)]).screen_lines())
     assert lines[2].split()[:4] == ["axis", "size", "kind", "parameters"]
 
 
@@ -425,7 +425,7 @@ def test_an_optimizer_cycle_ends_with_its_last_optimizer(tmp_path):
 
 def test_an_error_of_the_meters_ends_the_watch_and_not_the_job(tmp_path):
     counter = StepCounter(str(tmp_path), first=2)
-    counter._watch = SimpleNamespace(end_step=lambda seconds: 1 / 0, close=lambda: None)
+    counter._watch = SimpleNamespace(end_step=lambda seconds: 1 / 0, detach_meters=lambda: None)
     optimizer = object()
     for _ in range(4):
         counter.on_step(optimizer)
