@@ -67,7 +67,7 @@ OVERRIDES = value("overrides", "key=value", SET, nargs="*", default=SUPPRESS)  #
 
 XRAY = Command(
     usage=("[options] -- COMMAND",),
-    details="The job runs as usual; three of its steps are watched. The exit code is the job's.",
+    details="Three steps of the job are watched. The exit code is the job's.",
     groups={
         "Arguments": (
             value(

@@ -122,6 +122,7 @@ FILES: dict[str, Words] = {
     "ptrain/cli/train.py": Words(1, 0, 0),
     "ptrain/cli/validate.py": Words(1, 0, 0),
     "ptrain/cli/verify.py": Words(1, 0, 0),
+    "ptrain/cli/xray.py": Words(1, 0, 0),
     "ptrain/codec.py": Words(4, 1, 0),
     "ptrain/command_options.py": Words(3, 0, 0),
     "ptrain/convert/export.py": Words(0, 3, 0),
@@ -334,6 +335,7 @@ FILES: dict[str, Words] = {
     "ptrain/verification/updates/explain.py": Words(2, 2, 0),
     "ptrain/verification/updates/repeat.py": Words(0, 2, 0),
     "ptrain/verification/user_loop.py": Words(4, 0, 0),
+    "ptrain/xray/watch.py": Words(1, 0, 0),
 }
 COMMENTS: dict[str, int] = {
     "ptrain": 22,
@@ -347,7 +349,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/axes/tensor": 35,
     "ptrain/calibration": 30,
     "ptrain/charts": 30,
-    "ptrain/cli": 20,
+    "ptrain/cli": 19,
     "ptrain/convert": 23,
     "ptrain/data": 25,
     "ptrain/derivation": 37,
@@ -368,6 +370,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/traces": 28,
     "ptrain/train": 36,
     "ptrain/verification": 32,
+    "ptrain/xray": 20,
 }
 # end
 
