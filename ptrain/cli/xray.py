@@ -8,6 +8,7 @@ the job's, 128 + N if signal N ended it; 2 if the job succeeded but could not be
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def _observation_error(folder: Path, args: Namespace, code: int) -> PtrainError:
     errors = [status["error"] for status in statuses if status["error"]]
     if code:
         text = f"the job failed with exit code {code} after {steps} optimizer steps"
-        remedy = f"Run the job alone first: {' '.join(args.command[:1])} …"
+        remedy = f"Fix the job's error, printed above. Or run it alone: {shlex.join(args.command)}"
     elif not statuses:
         text = "no Python process of the job imported torch"
         remedy = "Start the job's Python without -I, -E and -S, and outside a container."

@@ -141,6 +141,13 @@ def _axis_findings(job: Inference, axis: MeshAxis) -> Iterator[Finding]:
             f"{axis.label} = {axis.size} has no effect: no collective ran over it.",
             "Apply the parallelism of this axis, or use its ranks for another one.",
         )
+    elif not any(call.state in _PLACED for call in calls):
+        yield Finding(
+            "idle-axis",
+            f"{axis.label} = {axis.size} shares no training state: no collective moved parameters, "
+            "gradients or activations over it.",
+            "Wrap the model, such as by DistributedDataParallel.",
+        )
     elif is_tensor and axis.kind == "data" and axis.parameters == "R" and reduces:
         yield Finding(
             "tensor-as-data",

@@ -89,6 +89,11 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def _identity(parameter: torch.Tensor) -> set[int]:
+    """Return keys of a parameter and of its storage, which views of a flat parameter share."""
+    return {id(parameter), storage_of(parameter)._cdata}
+
+
 class JobState(WrappedModule):
     """The models and optimizers of a job, as the meters read them.
 
@@ -102,13 +107,10 @@ class JobState(WrappedModule):
         inner = [unwrap_optimizer(optimizer) for optimizer in optimizers]
         self.optimizers: list[Any] = list({id(one): one for one in inner}.values())
         models = find_models(self.optimizers)
-        self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.gradient_observers: list[Any] = []
+        self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         if not models:  # tensors without modules
-            self.model.register_parameter(
-                "tensor",
-                next(_parameters_of(self.optimizers[0])),
-            )
+            self.model = nn.ParameterList(_parameters_of(self.optimizers[0]))
+        self.gradient_observers: list[Any] = []
         super().__init__(self.model, None)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
@@ -137,14 +139,10 @@ class JobState(WrappedModule):
 
     def tensor_facts(self) -> Iterator[TensorFact]:
         """Yield the parameters, buffers and optimizer state between two steps."""
-        updated = {id(p) for optimizer in self.optimizers for p in _parameters_of(optimizer)}
-        updated_storages = {
-            storage_of(p)._cdata for o in self.optimizers for p in _parameters_of(o) if p.numel()
-        }
-        parts = list(self.named_parts())
+        updated = {key for o in self.optimizers for p in _parameters_of(o) for key in _identity(p)}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         rows: list[tuple[State, str, str, torch.Tensor, torch.Tensor, tuple[int, ...]]] = []
-        for name, tensor, flat in parts:
+        for name, tensor, flat in self.named_parts():
             rows.append((State.PARAMETERS, name, "", tensor, tensor, flat))
         for name, buffer in self.model.named_buffers():
             rows.append((State.OTHER, name, "", buffer, buffer, ()))
@@ -156,9 +154,7 @@ class JobState(WrappedModule):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         rows.append((State.OPTIMIZER, name, key, value, parameter, ()))
-        yield from _describe_tensors(
-            rows, lambda p: id(p) in updated or storage_of(p)._cdata in updated_storages
-        )
+        yield from _describe_tensors(rows, lambda p: not updated.isdisjoint(_identity(p)))
 
     def gradient_facts(self) -> Iterator[TensorFact]:
         """Yield the gradients that exist now."""
@@ -204,8 +200,7 @@ def _fsdp1_fact(path: str, module: Any, shard: Any) -> WrapperFact:
         replicas=group_ranks(between) if between is not None else (),
         nbytes=_count_bytes([shard.flat]),
         # SHARD_GRAD_OP and its hybrid keep the unit between forward and backward.
-        reshards="FULL" in module.sharding_strategy.name
-        or module.sharding_strategy.name == "HYBRID_SHARD",
+        reshards=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
         param_dtype=_dtype_name(precision.param_dtype),
         reduce_dtype=_dtype_name(precision.reduce_dtype),
         is_offloaded=bool(module.cpu_offload and module.cpu_offload.offload_params),
@@ -528,12 +523,7 @@ class JobWatch:
                 "memory": memory.footprints(),
                 "peaks": memory.peaks(),
                 "modules": tuple(
-                    ModuleFact(
-                        path=path,
-                        peak_bytes=fact.peak_bytes,
-                        kept_bytes=fact.kept_bytes,
-                        recomputations=watch.recomputed[path],
-                    )
+                    replace(fact, recomputations=watch.recomputed[path])
                     for path, fact in memory.by_module.items()
                 ),
                 "forwards": watch.forwards[first],
@@ -545,8 +535,7 @@ class JobWatch:
 
     def _ranks_by_group(self) -> dict[str, tuple[str, ...]]:
         """Return the ranks of this rank's groups by name, as the axes of a meter's rows."""
-        groups = [group for group in process_groups.group_names() if group and group.rank() >= 0]
-        return {group.group_name: tuple(map(str, group_ranks(group))) for group in groups}
+        return {group.group_name: tuple(map(str, group_ranks(group))) for group in _local_groups()}
 
     def _watch_traffic(self) -> Any:
         roles = CopyFinder(self._state)
@@ -556,9 +545,7 @@ class JobWatch:
             self._stack.enter_context(context)
 
         def keep_facts() -> None:
-            groups = [
-                g for g in process_groups.group_names() if g and g.size() > 1 and g.rank() >= 0
-            ]
+            groups = [group for group in _local_groups() if group.size() > 1]
             self._facts |= {
                 "calls": calls.call_facts(),
                 "backend": str(dist.get_backend()) if dist.is_initialized() else "",
@@ -578,15 +565,16 @@ class JobWatch:
                 WaitFact(ranks=tuple(map(int, row.axes)), seconds=row.seconds)
                 for row in waits.rows()
             )
-            if waits.absent:
-                self._facts["unknown"] = {"waits": waits.absent}
+            host = _HOST_UNKNOWN if self._state.device == "cpu" else "not measured"
+            self._facts["unknown"] = {"host_share": host} | (
+                {"blocked": waits.absent} if waits.absent else {}
+            )
 
         return keep_facts
 
     def write_observation(self) -> None:
         """Write the observation of this rank."""
         state = self._state
-        unknown = {"host_share": _HOST_UNKNOWN if state.device == "cpu" else "not measured"}
         observation = Observation(
             rank=state.rank,
             world_size=state.size,
@@ -594,10 +582,15 @@ class JobWatch:
             steps=(self._steps[0], self._steps[-1]),
             seconds=min(self._seconds, default=None),
             watched_seconds=tuple(self._watched),
-            **self._facts | {"unknown": unknown | self._facts.get("unknown", {})},
+            **self._facts,
         )
         path = Path(self._folder) / f"rank-{state.rank}.json"
         write_json(path, encode(observation))
+
+
+def _local_groups() -> list[Any]:
+    """Return the process groups that this rank belongs to."""
+    return [group for group in process_groups.group_names() if group and group.rank() >= 0]
 
 
 def _axis_name(group: Any) -> str:

@@ -259,6 +259,14 @@ def test_an_axis_without_collectives_is_named():
     ]
 
 
+def test_a_job_that_only_averages_its_loss_shares_no_state():
+    loss = call((0, 1), Collective.ALL_REDUCE, State.OTHER, UPDATE)
+    (found,) = infer_xray(
+        [rank_of(r, tensors=tensors(f"{r}"), calls=(loss,)) for r in (0, 1)]
+    ).findings
+    assert found.text.startswith("world = 2 shares no training state")
+
+
 def test_an_all_reduce_in_every_micro_batch_is_named_with_its_bytes():
     calls = tuple(reduced(micro_batch=number) for number in range(3))
     ranks = [ddp(rank, calls=calls, forwards=3, backwards=3) for rank in range(2)]
