@@ -161,9 +161,9 @@ def _print_xray(observations: list[Observation], spec: Spec | None, args: Namesp
     print_screen(*result.screen_lines())
     if result.spec:
         print_screen(f"Spec written to {args.out}" if args.out else result.spec.rstrip(), "")
-    following = command_line("predict", [str(args.config or args.out)])
-    print_screen(next_line(following if args.config or (args.out and result.spec) else
-        "ptrain xray --out FILE -- COMMAND", "ptrain help xray"))  # fmt: skip
+    # A written skeleton has no model yet, so it cannot be predicted.
+    topic = "ptrain help " + ("writing-a-spec" if args.out else "what-an-x-ray-shows")
+    print_screen(next_line(command_line("predict", [args.config]) if args.config else topic))
 
 
 def infer_xray(
