@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ptrain.cost import Collective, Phase, State
 from ptrain.spec.placement import DATA_AXES, Axis, in_any_block
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes, with_noun
-from ptrain.xray.infer import REDUCTIONS, UNKNOWN, Inference, MeshAxis
+from ptrain.units import format_bytes, sum_by_key, with_noun
+from ptrain.xray.infer import NONE, REDUCTIONS, UNKNOWN, Inference, MeshAxis
 from ptrain.xray.observation import DDP, FSDP2
 
 _TENSOR_NAMES = ("tp", "tensor", "tensor_parallel", "model", "mp")
@@ -54,7 +54,7 @@ def find_traps(job: Inference) -> list[Finding]:
 
 def _find_repeated_reductions(job: Inference) -> Iterator[Finding]:
     """Yield a finding if gradients are all-reduced in more than one backward pass of a step."""
-    passes, sizes = set(), []
+    passes, sizes = set[int](), []
     for seen in job.observations:
         calls = [
             call
@@ -63,10 +63,12 @@ def _find_repeated_reductions(job: Inference) -> Iterator[Finding]:
             and call.collective is Collective.ALL_REDUCE
             and call.phase is Phase.BACKWARD
         ]
-        passes.add(len({call.micro_batch for call in calls}))
+        payloads = sum_by_key((call.micro_batch, call.payload_bytes) for call in calls)
+        # Passes of different models, such as a GAN's, reduce different bytes.
+        passes.add(len(payloads) if len(set(payloads.values())) == 1 else 0)
         sizes.append(sum(call.sent_bytes for call in calls))
     number = passes.pop() if len(passes) == 1 else 0
-    if number > 1 and {seen.backwards for seen in job.observations} == {number}:
+    if number > 1 and job.accumulation == number:
         saved = min(sizes) * (number - 1) // number
         yield Finding(
             "accumulation-reduces",
@@ -152,7 +154,7 @@ def _axis_findings(job: Inference, axis: MeshAxis) -> Iterator[Finding]:
         yield Finding(
             "tensor-as-data",
             f"{axis.label} = {axis.size} runs as data parallelism: gradients are reduced over it, "
-            "and every rank holds all parameters.",
+            "and its ranks hold equal parameters.",
             "Parallelize the modules over this axis, and reduce gradients over the data axes only.",
         )
     if axis.kind == "data" and job.has_equal_inputs(axis):
@@ -225,7 +227,7 @@ def compare_with_spec(job: Inference, spec: Spec) -> Iterator[Finding]:
         )
     reduced = job.moved_dtype(State.GRADIENTS)
     meant = _TORCH_NAMES.get(str(spec.precision.effective_layout.reduced))
-    if meant and reduced not in (UNKNOWN, meant):
+    if meant and reduced not in (NONE, meant):
         yield Finding("spec-dtype", f"Gradients are reduced in {reduced}; the spec has {meant}.")
 
 
@@ -260,7 +262,7 @@ def spec_skeleton(job: Inference) -> tuple[str, str]:
         job.moved_dtype(State.PARAMETERS),
         job.moved_dtype(State.GRADIENTS),
     ]
-    is_fp32 = {*dtypes} <= {"float32", UNKNOWN}
+    is_fp32 = {*dtypes} <= {"float32", NONE}
     is_mixed = dtypes == ["float32", "bfloat16", "bfloat16"]
     layout = "fp32" if is_fp32 else "fsdp-mixed" if is_mixed else ""
     precision = (

@@ -20,7 +20,7 @@ from ptrain.spec.placement import in_any_block
 from ptrain.units import group_by_key
 from ptrain.xray.observation import CallFact, Observation, TensorFact
 
-UNKNOWN = "unknown"
+UNKNOWN, NONE = "unknown", "none"
 Ranks = tuple[int, ...]
 REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE)
 _PASSES = (Phase.FORWARD, Phase.BACKWARD)
@@ -339,22 +339,22 @@ class Inference:
                 return UNKNOWN
 
     def dtype_of(self, state: State) -> str:
-        """Return the dtype with the most bytes of a state, `unknown` if nothing is held."""
+        """Return the dtype with the most bytes of a state, `none` if no rank holds any."""
         sizes = Counter[str]()
         for seen in self.observations:
             for tensor in seen.tensors:
                 if tensor.state is state and "float" in tensor.dtype:
                     sizes[tensor.dtype] += tensor.nbytes
-        return sizes.most_common(1)[0][0] if sizes else UNKNOWN
+        return sizes.most_common(1)[0][0] if sizes else NONE
 
     def moved_dtype(self, state: State) -> str:
-        """Return the dtype in which a state is communicated, `unknown` without such calls."""
+        """Return the dtype in which a state is communicated, `none` without such calls."""
         sizes = Counter[str]()
         for seen in self.observations:
             for call in seen.calls:
                 if call.state is state and "float" in call.dtype:
                     sizes[call.dtype] += call.payload_bytes
-        return sizes.most_common(1)[0][0] if sizes else UNKNOWN
+        return sizes.most_common(1)[0][0] if sizes else NONE
 
     @property
     def accumulation(self) -> int | None:

@@ -121,22 +121,16 @@ class WrapperFact:
         kind: `DDP`, `FSDP1` or `FSDP2`.
         path: The path of the module, "" for a root.
         ranks: Ranks over which the unit is sharded, or replicated by DDP.
-        replicas: Ranks over which a sharded unit is also replicated (HSDP).
         nbytes: Bytes of the parameters that this rank stores.
         reshards: FSDP2: the unit is freed after its forward pass; None if unknown.
-        param_dtype: The dtype of all-gathered parameters, "" if it is that of the shards.
-        reduce_dtype: The dtype of reduced gradients, "" if it is that of the parameters.
         is_offloaded: Shards are in host memory.
     """
 
     kind: str
     path: str = ""
     ranks: tuple[int, ...] = ()
-    replicas: tuple[int, ...] = ()
     nbytes: int = 0
     reshards: bool | None = None
-    param_dtype: str = ""
-    reduce_dtype: str = ""
     is_offloaded: bool = False
 
 

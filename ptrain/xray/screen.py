@@ -131,7 +131,7 @@ class XRay:
         waited = sum_by_key((row["rank"], row["seconds"]) for row in record["blocked"]).values()
         blocked = f"{min(waited):.2g} to {max(waited):.2g} s" if waits else UNKNOWN
         host = record["host_share"]
-        yield f"step: {time} · waiting for other ranks: {blocked} · host-bound: {host}"
+        yield f"step: {time} · waiting for collectives: {blocked} · host-bound: {host}"
 
     def _memory_table(self) -> Iterator[str]:
         """Yield the table of memory by state: least and most over ranks, and predicted bytes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -100,10 +100,12 @@ class JobState(WrappedModule):
     Attributes:
         model: A container of the outermost trained modules.
         optimizers: The optimizers, without wrappers.
+        last: The optimizer that steps last, perhaps a wrapper.
         gradient_observers: Empty; `RoleFinder` reads it.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.last = optimizers[-1]
         inner = [unwrap_optimizer(optimizer) for optimizer in optimizers]
         self.optimizers: list[Any] = list({id(one): one for one in inner}.values())
         models = find_models(self.optimizers)
@@ -156,16 +158,23 @@ class JobState(WrappedModule):
                         rows.append((State.OPTIMIZER, name, key, value, parameter, ()))
         yield from _describe_tensors(rows, lambda p: not updated.isdisjoint(_identity(p)))
 
-    def gradient_facts(self) -> Iterator[TensorFact]:
-        """Yield the gradients that exist now."""
+    def gradient_facts(self, optimizer: Any, known: Container[str]) -> Iterator[TensorFact]:
+        """Yield the gradients that exist now, but not those with known names.
+
+        Args:
+            optimizer: Only the gradients of this optimizer; of the job's last one, all gradients.
+            known: The known names.
+        """
         held = {id(p): (name, p) for name, p in self.model.named_parameters()}
+        is_last = optimizer is self.last
+        chosen = set(map(id, _parameters_of(optimizer)))
         for index, optimizer in enumerate(self.optimizers):
             for at, parameter in enumerate(_parameters_of(optimizer)):
                 held.setdefault(id(parameter), (f"optimizer.{index}.{at}", parameter))
         rows = [
             (State.GRADIENTS, name, "", parameter.grad, parameter.grad, ())
-            for name, parameter in held.values()
-            if parameter.grad is not None
+            for key, (name, parameter) in held.items()
+            if parameter.grad is not None and name not in known and (is_last or key in chosen)
         ]
         yield from _describe_tensors(rows, lambda _: True)
 
@@ -192,17 +201,13 @@ def _dtype_name(dtype: torch.dtype | None) -> str:
 
 def _fsdp1_fact(path: str, module: Any, shard: Any) -> WrapperFact:
     """Return the unit of an FSDP1 module."""
-    precision, between = module.mixed_precision, getattr(module, "_inter_node_pg", None)
     return WrapperFact(
         kind=FSDP1,
         path=path,
         ranks=group_ranks(module.process_group),
-        replicas=group_ranks(between) if between is not None else (),
         nbytes=_count_bytes([shard.flat]),
         # SHARD_GRAD_OP and its hybrid keep the unit between forward and backward.
         reshards=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
-        param_dtype=_dtype_name(precision.param_dtype),
-        reduce_dtype=_dtype_name(precision.reduce_dtype),
         is_offloaded=bool(module.cpu_offload and module.cpu_offload.offload_params),
     )
 
@@ -210,18 +215,14 @@ def _fsdp1_fact(path: str, module: Any, shard: Any) -> WrapperFact:
 def _fsdp2_fact(path: str, group: Any) -> WrapperFact:
     """Return a unit of FSDP2."""
     mesh = group.mesh_info.mesh
-    ranks = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
     shards = [part.sharded_param for part in group.fsdp_params]
-    precision, *_, offload = policies(group)
+    *_, offload = policies(group)
     return WrapperFact(
         kind=FSDP2,
         path=path,
-        ranks=ranks[-1],
-        replicas=ranks[0] if len(ranks) == 2 else (),
+        ranks=group_ranks(mesh.get_group(mesh.ndim - 1)),  # the first of two dimensions replicates
         nbytes=_count_bytes(shards),
         reshards=group.post_forward_mesh_info is not None,
-        param_dtype=_dtype_name(getattr(precision, "param_dtype", None)),
-        reduce_dtype=_dtype_name(getattr(precision, "reduce_dtype", None)),
         is_offloaded=type(offload).__name__ == "CPUOffloadPolicy",
     )
 
@@ -505,11 +506,11 @@ class JobWatch:
     def _watch_memory(self) -> Any:
         state, memory = self._state, ModuleMemory(self._state)
         watch = StepWatch(state, [memory], takes_inputs=True)
-        gradients: list[TensorFact] = []
+        gradients: dict[str, TensorFact] = {}
 
-        def before_update(*_: object) -> None:
-            # with several optimizers, the last one has all gradients
-            gradients[:] = state.gradient_facts()
+        def before_update(optimizer: Any, *_: object) -> None:
+            facts = [*state.gradient_facts(optimizer, gradients)]
+            gradients.update({fact.name: fact for fact in facts})
 
         for context in (memory, watch):
             self._stack.enter_context(context)
@@ -518,7 +519,7 @@ class JobWatch:
         def keep_facts() -> None:
             first = next(iter(watch.forwards), "")
             self._facts |= {
-                "tensors": (*state.tensor_facts(), *gradients),
+                "tensors": (*state.tensor_facts(), *gradients.values()),
                 "wrappers": tuple(state.wrap_units()),
                 "memory": memory.footprints(),
                 "peaks": memory.peaks(),
