@@ -289,7 +289,7 @@ class WrappedModule:
                 for dim in range(mesh.ndim):
                     axes_of[mesh.get_group(dim).group_name] = (names[dim],)
         # `setdefault`: names of mesh dimensions have precedence.
-        for group in _process_groups():
+        for group in iter_groups():
             axes_of.setdefault(group.group_name, (_group_label(group),))
         return axes_of
 
@@ -417,7 +417,7 @@ def unwrap_optimizer(optimizer: object | None) -> object | None:
     return optimizer
 
 
-def _process_groups() -> Iterator[dist.ProcessGroup]:
+def iter_groups() -> Iterator[dist.ProcessGroup]:
     """Yield the process groups that this rank belongs to."""
     if dist.is_initialized():
         yield from (

@@ -40,7 +40,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 from ptrain.cost import Footprint, Peak, Phase, State
@@ -451,7 +454,6 @@ class RoleFinder(OperatorMode):
         self._dtypes: dict[int, torch.dtype] = {}
         self._updated: set[int] = set()
         self._optimizer_tensors: set[int] = set()  # tensors of optimizer state
-        self._optimizers: dict[int, Optimizer] = {}  # that have stepped, by identity
         self._gradients_received: set[int] = set()  # tensors that optimizers received as `grad`
         self._declared: dict[int, tuple[State, int]] = {}
         self._stack = ExitStack()
@@ -460,20 +462,22 @@ class RoleFinder(OperatorMode):
         super().__enter__()
         self._declare()
         self._stack.enter_context(add_listeners(self._program.gradient_observers, self))
-        # A hook of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
-        # optimizer per unit and rule. No hook after steps: the X-ray enters this mode in one.
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._hook_updates()
         modules = self._program.model.named_modules()
         self._stack.enter_context(watch_modules(modules, before=self._before_use))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-        for optimizer in self._optimizers.values():
-            self._read_optimizer(optimizer)
-        self._optimizers.clear()
         self._declare()
         super().__exit__(*error)
+
+    def _hook_updates(self) -> None:
+        """Watch the updates of all optimizers until the finder exits."""
+        # Hooks of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
+        # optimizer per unit and rule.
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
 
     def on_reduced(self) -> None:
         """Read the declarations when gradients are reduced and in their final storages."""
@@ -536,13 +540,12 @@ class RoleFinder(OperatorMode):
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         """Record the parameters and gradients that an optimizer is about to update with."""
-        self._optimizers[id(optimizer)] = optimizer
         for leaf in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if leaf.grad is not None:
                 self._gradients_received.add(self._storage_number(leaf.grad))
                 self._updated.add(self._storage_number(leaf))
 
-    def _read_optimizer(self, optimizer: Optimizer) -> None:
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         """Record the tensors in an optimizer's state."""
         for values in list(optimizer.state.values()):
             tensors = values.values() if isinstance(values, dict) else ()

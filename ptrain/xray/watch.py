@@ -35,7 +35,7 @@ from ptrain.internals.fsdp1 import flat_shard
 from ptrain.internals.fsdp2 import parameter_groups, policies
 from ptrain.internals.part import replace_attributes
 from ptrain.meters.blocked import WaitMeter
-from ptrain.meters.measure import PhaseWatch, WrappedModule, unwrap_optimizer
+from ptrain.meters.measure import PhaseWatch, WrappedModule, iter_groups, unwrap_optimizer
 from ptrain.meters.memory import MemoryMeter, RoleFinder
 from ptrain.meters.replicas import compute_digests
 from ptrain.meters.traffic import TrafficMeter
@@ -53,7 +53,6 @@ from ptrain.xray.observation import (
     WrapperFact,
 )
 
-_MESH = "mesh_"  # prefix of the descriptions that DeviceMesh gives its groups
 # Operators that RoleFinder follows as copies, but that also compute a gradient from another one: a
 # bias's gradient is a sum of its output's gradient, which is an activation.
 _SUMS = ("sum", "add", "stack")
@@ -441,7 +440,13 @@ def _moved_state(
 
 
 class CopyFinder(RoleFinder):
-    """The role finder that follows copies only, to attribute collectives."""
+    """The role finder that follows copies only, to attribute collectives.
+
+    It is entered inside a hook after an optimizer's step, where no such hook can be added.
+    """
+
+    def _hook_updates(self) -> None:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
 
     def storage_number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage."""
@@ -536,7 +541,7 @@ class JobWatch:
 
     def _ranks_by_group(self) -> dict[str, tuple[str, ...]]:
         """Return the ranks of this rank's groups by name, as the axes of a meter's rows."""
-        return {group.group_name: tuple(map(str, group_ranks(group))) for group in _local_groups()}
+        return {group.group_name: tuple(map(str, group_ranks(group))) for group in iter_groups()}
 
     def _watch_traffic(self) -> Any:
         roles = CopyFinder(self._state)
@@ -546,12 +551,13 @@ class JobWatch:
             self._stack.enter_context(context)
 
         def keep_facts() -> None:
-            groups = [group for group in _local_groups() if group.size() > 1]
+            groups = [group for group in iter_groups() if group.size() > 1]
             self._facts |= {
                 "calls": calls.call_facts(),
                 "backend": str(dist.get_backend()) if dist.is_initialized() else "",
                 "groups": tuple(
-                    GroupFact(ranks=group_ranks(g), axis=_axis_name(g)) for g in groups
+                    GroupFact(ranks=group_ranks(g), axis=process_groups.mesh_dimension(g))
+                    for g in groups
                 ),
             }
 
@@ -587,14 +593,3 @@ class JobWatch:
         )
         path = Path(self._folder) / f"rank-{state.rank}.json"
         write_json(path, encode(observation))
-
-
-def _local_groups() -> list[Any]:
-    """Return the process groups that this rank belongs to."""
-    return [group for group in process_groups.group_names() if group and group.rank() >= 0]
-
-
-def _axis_name(group: Any) -> str:
-    """Return the mesh dimension of a group, "" for a group without a mesh."""
-    described = str(getattr(group, "group_desc", ""))
-    return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
