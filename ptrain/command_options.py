@@ -64,3 +64,50 @@ STEP = value("--step", "N", "Use the checkpoint of step N. Default: the newest."
 RUN = value("run", "RUN", "Run folder, such as runs/latest.")
 SET = "Set a key of the spec, such as `mesh.dp_shard=4`. `ptrain help keys` lists them."
 OVERRIDES = value("overrides", "key=value", SET, nargs="*", default=SUPPRESS)  # for the help
+
+XRAY = Command(
+    usage=("[options] -- COMMAND",),
+    details="Three steps of the job are watched. The exit code is the job's.",
+    groups={
+        "Arguments": (
+            value(
+                "command",
+                "COMMAND",
+                "Command that starts the job, such as torchrun or python with its arguments.",
+                nargs="*",
+            ),
+        ),
+        "Watch": (
+            value(
+                "--first",
+                "N",
+                "Watch steps N to N+2. Steps are counted from 1. Default: 3.",
+                type=positive,
+                default=3,
+            ),
+            flag("--stop", "End the job after the watched steps. The exit code is then 0."),
+        ),
+        "Output": (
+            value(
+                "--config",
+                "SPEC",
+                "Compare with this spec: placement, dtypes and predicted memory. Default: do not "
+                "compare.",
+            ),
+            value(
+                "--out",
+                "FILE",
+                "Write the spec of the same placement, as a skeleton. Default: print it.",
+                type=Path,
+            ),
+            ALLOW_IMPORT,
+            JSON,
+        ),
+    },
+    examples=(
+        "ptrain xray -- torchrun --nproc-per-node 2 train.py",
+        "ptrain xray --stop --out job.yaml -- python train.py",
+        "ptrain xray --config zero3 -- torchrun --nproc-per-node 2 train.py",
+    ),
+    topics=("what-an-x-ray-shows", "verify-a-loop"),
+)

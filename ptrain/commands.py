@@ -19,6 +19,7 @@ from ptrain.command_options import (
     RANKS,
     RUN,
     STEP,
+    XRAY,
     Command,
     chart_option,
     flag,
@@ -319,6 +320,7 @@ COMMANDS = {
         ),
         topics=("verify", "what-verify-checks", "causes-of-a-mismatch"),
     ),
+    "xray": XRAY,
     "report": Command(
         usage=("RUN|SPEC [RUN|SPEC ...] [key=value ...] [options]",),
         details="The page begins with the answer: what failed, the verdict, or whether it fits.\n"

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54500,
+    "ptrain": 55640,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
     "ptrain/charts": 1320,
-    "ptrain/cli": 2420,
+    "ptrain/cli": 2550,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5050,
@@ -56,9 +56,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/traces": 2200,
     "ptrain/train": 3280,
     "ptrain/verification": 6120,
+    "ptrain/xray": 1000,
 }
-ONE_IMPORTER = 46  # modules that exactly one other imports
-SMALL_MODULES = 36  # modules with fewer lines than SMALL
+ONE_IMPORTER = 47  # modules that exactly one other imports
+SMALL_MODULES = 35  # modules with fewer lines than SMALL
 # end
 
 

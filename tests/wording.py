@@ -122,6 +122,7 @@ FILES: dict[str, Words] = {
     "ptrain/cli/train.py": Words(1, 0, 0),
     "ptrain/cli/validate.py": Words(1, 0, 0),
     "ptrain/cli/verify.py": Words(1, 0, 0),
+    "ptrain/cli/xray.py": Words(1, 0, 0),
     "ptrain/codec.py": Words(4, 1, 0),
     "ptrain/command_options.py": Words(3, 0, 0),
     "ptrain/convert/export.py": Words(0, 3, 0),
@@ -335,10 +336,11 @@ FILES: dict[str, Words] = {
     "ptrain/verification/updates/explain.py": Words(2, 2, 0),
     "ptrain/verification/updates/repeat.py": Words(0, 2, 0),
     "ptrain/verification/user_loop.py": Words(4, 0, 0),
+    "ptrain/xray/watch.py": Words(2, 0, 0),
 }
 COMMENTS: dict[str, int] = {
     "ptrain": 22,
-    "ptrain/activations": 45,
+    "ptrain/activations": 46,
     "ptrain/algebra": 19,
     "ptrain/axes": 15,
     "ptrain/axes/context": 36,
@@ -348,7 +350,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/axes/tensor": 35,
     "ptrain/calibration": 30,
     "ptrain/charts": 30,
-    "ptrain/cli": 20,
+    "ptrain/cli": 19,
     "ptrain/convert": 23,
     "ptrain/data": 25,
     "ptrain/derivation": 37,
@@ -362,13 +364,14 @@ COMMENTS: dict[str, int] = {
     "ptrain/rates": 38,
     "ptrain/report": 17,
     "ptrain/runtime": 24,
-    "ptrain/selection": 29,
+    "ptrain/selection": 30,
     "ptrain/simulation": 31,
     "ptrain/spec": 23,
     "ptrain/steps": 22,
     "ptrain/traces": 28,
     "ptrain/train": 35,
     "ptrain/verification": 32,
+    "ptrain/xray": 20,
 }
 # end
 

@@ -22,7 +22,7 @@ ROOMS = (
         "axes/expert",
         "activations",
     ),
-    *("algebra", "plan", "derivation", "selection", "report"),
+    *("algebra", "plan", "derivation", "selection", "report", "xray"),
     *("internals", "models", "data", "interpreter", "traces", "meters", "train"),
     *("calibration", "simulation", "verification", "verification/updates"),
     *("charts", "convert", "cli"),

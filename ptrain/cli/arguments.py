@@ -55,7 +55,11 @@ class CommandParser(ArgumentParser):
             PtrainError: If an argument is wrong.
         """
         typed = ("ptrain", self.verb, *words)
-        arguments = list(_as_overrides(typed[2:]))
+        given, command = typed[2:], tuple[str, ...]()
+        if " -- " in (self.usage or "") and "--" in given:
+            cut = given.index("--")
+            given, command = given[:cut], given[cut + 1 :]
+        arguments = list(_as_overrides(given))
         # Checked before parsing, because argparse would take the value of an unknown option for a
         # positional argument and report that instead.
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -71,6 +75,8 @@ class CommandParser(ArgumentParser):
         if unknown:
             self.error(f"unknown argument {unknown[0]}")
         parsed.typed, parsed.verb = typed, self.verb
+        if command:
+            parsed.command = list(command)
         files = filter(os.path.isfile, getattr(parsed, "arguments", ()))
         if hasattr(parsed, "model") and (parsed.model or parsed.devices or any(files)):
             from ptrain.cli.convert import convert_arguments

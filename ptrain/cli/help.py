@@ -55,6 +55,7 @@ PAGES = (
     "docs/howto/verify-a-spec.md",
     "docs/howto/verify-a-loop.md",
     "docs/howto/verify-with-your-trainer.md",
+    "docs/howto/xray.md",
     "docs/howto/python.md",
     "docs/howto/gate-a-pull-request.md",
     "specs/README.md",

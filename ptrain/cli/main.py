@@ -32,6 +32,7 @@ GROUPS = {
         "train": "Train a spec and compare the prediction with the measurement",
         "validate": "Run four steps and check memory and traffic only",
         "verify": "Compare gradients, optimizer state and losses with one device",
+        "xray": "Find the placement, memory and traffic of an unmodified training script",
         "report": "Write one HTML page about runs and specs",
         "why-oom": "Explain where a run ran out of memory and list changes that fit",
         "checkpoints": "List the checkpoints of a run and verify their files",

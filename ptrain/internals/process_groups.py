@@ -101,6 +101,12 @@ def group_axis(arguments: Sequence[Any]) -> str:
     return "" if group is None else str(group.group_desc).removeprefix(_MESH_PREFIX)
 
 
+def mesh_dimension(group: dist.ProcessGroup) -> str:
+    """Return the mesh dimension that a group was created for, "" for a group without a mesh."""
+    text = str(group.group_desc)
+    return text.removeprefix(_MESH_PREFIX) if text.startswith(_MESH_PREFIX) else ""
+
+
 def group_size(arguments: Sequence[Any]) -> int:
     """Return the number of ranks of the group that a collective's arguments name, 0 without one."""
     group = _named_group(arguments)

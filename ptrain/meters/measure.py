@@ -225,7 +225,7 @@ class WrappedModule:
         self.registry = TagRegistry()
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self._optimizer = _unwrap_optimizer(optimizer)
+        self._optimizer = unwrap_optimizer(optimizer)
         self._parameters = list(module.parameters())
         self.device = self._parameters[0].device.type
 
@@ -289,7 +289,7 @@ class WrappedModule:
                 for dim in range(mesh.ndim):
                     axes_of[mesh.get_group(dim).group_name] = (names[dim],)
         # `setdefault`: names of mesh dimensions have precedence.
-        for group in _process_groups():
+        for group in iter_groups():
             axes_of.setdefault(group.group_name, (_group_label(group),))
         return axes_of
 
@@ -383,7 +383,7 @@ def one_step(optimizer: object | None) -> Iterator[None]:
     own = (
         optimizer
         if hasattr(optimizer, "_optimizer_step_pre_hooks")
-        else _unwrap_optimizer(optimizer)
+        else unwrap_optimizer(optimizer)
     )
     if not isinstance(own, torch.optim.Optimizer):
         yield
@@ -406,18 +406,18 @@ def one_step(optimizer: object | None) -> Iterator[None]:
         hook.remove()
 
 
-def _unwrap_optimizer(optimizer: object | None) -> object | None:
+def unwrap_optimizer(optimizer: object | None) -> object | None:
     """Return the torch optimizer inside wrappers.
 
     accelerate names it `optimizer`, torch's ZeroRedundancyOptimizer `optim`.
     """
     for name in ("optimizer", "optim"):
         if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):
-            return _unwrap_optimizer(inner)
+            return unwrap_optimizer(inner)
     return optimizer
 
 
-def _process_groups() -> Iterator[dist.ProcessGroup]:
+def iter_groups() -> Iterator[dist.ProcessGroup]:
     """Yield the process groups that this rank belongs to."""
     if dist.is_initialized():
         yield from (

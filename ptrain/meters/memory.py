@@ -462,10 +462,7 @@ class RoleFinder(OperatorMode):
         super().__enter__()
         self._declare()
         self._stack.enter_context(add_listeners(self._program.gradient_observers, self))
-        # Hooks of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
-        # optimizer per unit and rule.
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        self._hook_updates()
         modules = self._program.model.named_modules()
         self._stack.enter_context(watch_modules(modules, before=self._before_use))
         return self
@@ -474,6 +471,13 @@ class RoleFinder(OperatorMode):
         self._stack.close()
         self._declare()
         super().__exit__(*error)
+
+    def _hook_updates(self) -> None:
+        """Watch the updates of all optimizers until the finder exits."""
+        # Hooks of all optimizers (torch/optim/optimizer.py, torch 2.13): a program may have one
+        # optimizer per unit and rule.
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
 
     def on_reduced(self) -> None:
         """Read the declarations when gradients are reduced and in their final storages."""

@@ -37,6 +37,7 @@ LAYERS = (
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",
+    r"ptrain\.xray(\.(observation|infer|findings|screen|hook))?",
     # -------- the torch line
     r"ptrain\.internals(\..*)?",
     r"ptrain\.models(\..*)?",
@@ -47,6 +48,7 @@ LAYERS = (
     r"ptrain\.interpreter(\..*)?",
     r"ptrain\.traces(\..*)?",
     r"ptrain\.meters(\..*)?",
+    r"ptrain\.xray\.watch",
     r"ptrain\.train(\..*)?",
     r"ptrain\.calibration(\..*)?",
     r"ptrain\.simulation(\..*)?",
@@ -87,6 +89,7 @@ LAZY = {
     "ptrain.spec.pipeline",  # csv, for schedules in files
     "ptrain.spec.slips",
     "ptrain",
+    "ptrain.xray.hook",  # torch's half, once the job has taken a step
     "ptrain.models.external",
     "ptrain.models.pretrained",
     "ptrain.convert.export",
@@ -107,10 +110,11 @@ ENVIRONMENT = {
     "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
     "ptrain.runtime.simulated_gpu",  # of the process that it starts
     "ptrain.processor",  # whether ranks may share a GPU
+    "ptrain.xray.hook",  # the folder that a watched process writes to
 }
 
 # Out of a user's own code anything may come; it ends as one message.
-BOUNDARY = {"ptrain.models.boundary"}
+BOUNDARY = {"ptrain.models.boundary", "ptrain.xray.hook"}  # meters must not end a watched job
 
 # A checkpoint's index is a pickle; its reader admits the classes of an index and nothing else.
 UNPICKLERS = {"ptrain.train.checkpoint"}

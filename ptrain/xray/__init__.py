@@ -1,0 +1,1 @@
+"""The X-ray: infer the placement of an unmodified training job from the state of its ranks."""
