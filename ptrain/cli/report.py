@@ -97,7 +97,7 @@ def _read_run(source: str, args: Namespace) -> PageSubject:
         torch=record["versions"]["torch"] if record else "",
         rows=logged_rows(folder.metrics),
         failures=[row for row in logged_rows(folder.failures) if str(row.get("error", "")).strip()],
-        memory_failure=next((each.sentence() for each in read_memory_failures(folder)), ""),
+        memory_failure=next((row.sentence() for row in read_memory_failures(folder)), ""),
         steps=prediction.spec.train.steps if prediction else 0,
         checkpoints=saved,
         resume=command_line("train", [display_path(folder.resolved), "--resume", name])

@@ -1,4 +1,4 @@
-"""A rank that ran out of memory: what it ran, what it held, and what was predicted.
+"""The record of a rank that ran out of memory, and its comparison with the prediction.
 
 `train/out_of_memory.py` writes the record, in the folder of the run's logs.
 """
@@ -65,18 +65,19 @@ class MemoryFailure:
         return max(0, self.allocated_bytes - sum(self.live.values()))
 
     def sentence(self) -> str:
-        """Return where the rank ran out of memory, in one sentence."""
+        """Describe the place of the failure in one sentence."""
         place = _PASSES.get(self.phase, str(self.phase))
         if self.phase is not Phase.UPDATE:
             place += f" of micro-batch {self.micro_batch + 1}"
         module = f", in {self.module}" if self.module else ""
-        asked = self.requested_bytes
-        size = f", which requested {format_memory(asked)}" if asked is not None else ""
+        size = ""
+        if self.requested_bytes is not None:
+            size = f", which requested {format_memory(self.requested_bytes)}"
         return f"Rank {self.rank} ran out of memory in {place} of step {self.step}{module}{size}."
 
 
 def memory_failure_table(failure: MemoryFailure, prediction: Prediction | None) -> str:
-    """Return the table of live bytes next to the predicted ones.
+    """Return a table of the live bytes next to the predicted ones.
 
     Args:
         failure: The failure.

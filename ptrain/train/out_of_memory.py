@@ -105,8 +105,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _requested_bytes(text: str) -> int | None:
     """Return the bytes that an allocator's message says were requested, None without them."""
-    found = _REQUEST.search(text)
-    return round(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+    match = _REQUEST.search(text)
+    return round(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 def _live_bytes(program: Program) -> dict[State, int]:

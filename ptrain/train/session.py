@@ -341,8 +341,7 @@ def _make_saver(
     program: Program, session: Session, interrupts: rank_start.Interrupts, consistency: Consistency
 ) -> CheckpointSaver:
     """Return the saver of the checkpoints."""
-    # A checkpoint has one copy of a replicated tensor, which hides a difference.
-    check = consistency.require_agreement
+    check = consistency.require_agreement  # one copy of a replicated tensor hides a difference
     return CheckpointSaver(program, session.folder.checkpoints, session.exchange, interrupts, check)
 
 
