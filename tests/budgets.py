@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 55640,
+    "ptrain": 55790,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -34,8 +34,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/pipeline": 1550,
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
-    "ptrain/charts": 1320,
-    "ptrain/cli": 2550,
+    "ptrain/charts": 1330,
+    "ptrain/cli": 2600,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5050,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 700,
     "ptrain/plan": 520,
     "ptrain/rates": 370,
-    "ptrain/report": 2470,
+    "ptrain/report": 2510,
     "ptrain/runtime": 1030,
     "ptrain/selection": 2760,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4760,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
-    "ptrain/train": 3280,
+    "ptrain/train": 3340,
     "ptrain/verification": 6120,
     "ptrain/xray": 1000,
 }
-ONE_IMPORTER = 47  # modules that exactly one other imports
+ONE_IMPORTER = 49  # modules that exactly one other imports
 SMALL_MODULES = 35  # modules with fewer lines than SMALL
 # end
 

@@ -79,8 +79,7 @@ _FP8_TIME = (
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 _PROGRAM_TIME = "the host's time to enter a compiled program is not included"
 _PROGRAM_OF_CPU = "compiled programs are estimated from CPU programs; a GPU's may fuse others"
-# Versions of torch whose programs allocated the predicted bytes in nightly tests.
-_PROVEN = ("2.11", "2.13", "2.15")
+_PROVEN = ("2.11", "2.13", "2.14", "2.15")  # torch whose programs are exact in nightly tests
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
 

@@ -65,6 +65,7 @@ from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers
 from ptrain.train.loop import train
 from ptrain.train.loop_inputs import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
+from ptrain.train.out_of_memory import record_memory_failure
 from ptrain.train.saving import CheckpointSaver
 from ptrain.train.tracker import require_trackers, tracker_names
 
@@ -330,7 +331,7 @@ def _run_steps(
     if session.world.is_first:
         with warn_if_unwritable(ROOT / "latest", LOG.warning):
             mark_as_latest(session.folder)
-    with saver:
+    with saver, record_memory_failure(program, session.folder):
         outcome = train(program, parts, first=first)
         saver.finish()
     return outcome
@@ -340,8 +341,7 @@ def _make_saver(
     program: Program, session: Session, interrupts: rank_start.Interrupts, consistency: Consistency
 ) -> CheckpointSaver:
     """Return the saver of the checkpoints."""
-    # A checkpoint has one copy of a replicated tensor, which hides a difference.
-    check = consistency.require_agreement
+    check = consistency.require_agreement  # one copy of a replicated tensor hides a difference
     return CheckpointSaver(program, session.folder.checkpoints, session.exchange, interrupts, check)
 
 
