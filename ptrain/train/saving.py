@@ -5,8 +5,7 @@ therefore complete, and none is ever overwritten. It contains only tensors; all 
 
 With `checkpoint.background` a step waits only until the tensors are copied to host memory. A thread
 of each rank writes the copies while training continues. One save runs at a time: the next one waits
-for it, and so do the end of the training and a stop by a signal. The copies stay allocated between
-saves.
+for it, and so do the end of the training and a stop by a signal.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from ptrain.errors import SpecError, input_error
 from ptrain.files import missing_space
@@ -272,11 +271,13 @@ class CheckpointSaver:
         self._program, self._parent, self._check = program, parent, check
         self._exchange, self._interrupts = exchange, interrupts
         self._writing: Future[None] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: BlockingAsyncStager | None = None
         if program.spec.checkpoint.background:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._of_thread = Exchange(program.world)  # only the thread uses it
-            self._stager = _make_stager(program.world.device.type == "cuda")
+            # A cache has pinned memory, which needs a GPU. DefaultStager fails in torch 2.11.
+            has_gpu = program.world.device.type == "cuda"
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=has_gpu)
 
     def save(self, step: int) -> None:
         """Save a checkpoint. In the background, return when the state is copied.
@@ -323,7 +324,6 @@ class CheckpointSaver:
         self._thread.shutdown(wait=is_done)
         if is_done:  # a thread that waits for a lost rank still uses its exchange
             self._of_thread.close()
-            self._stager.close()
 
     def _write(self, pending: PendingCheckpoint, exchange: Exchange) -> None:
         """Write a checkpoint, and remove older ones."""
@@ -336,15 +336,3 @@ class CheckpointSaver:
         """Make all ranks stop after the current step, where `save` raises the error."""
         if writing.exception() is not None:
             self._interrupts.received.add(signal.SIGTERM)  # the ranks agree on signals
-
-
-def _make_stager(is_gpu: bool) -> DefaultStager:
-    """Return an object that copies tensors to host memory, where the copies are reused."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=is_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,  # its thread would read tensors that the next step changes
-            use_non_blocking_copy=is_gpu,
-        )
-    )
