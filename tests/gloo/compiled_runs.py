@@ -56,8 +56,13 @@ class Pair:
 
     @property
     def without_gradient(self) -> int:
-        """Return how many tensors have no gradient in compiled steps."""
-        return sum(own is None for owns in self.compiled.gradients for own in owns)
+        """Return how many tensors have a gradient in eager steps, and none in compiled ones.
+
+        With Muon, a rank has the gradients of the matrices that it updates.
+        """
+        steps = zip(self.compiled.gradients, self.eager.gradients, strict=True)
+        pairs = (pair for owns, plains in steps for pair in zip(owns, plains, strict=True))
+        return sum(own is None and plain is not None for own, plain in pairs)
 
 
 def run_pair(eager: Spec, compiled_spec: Spec, backend: str) -> Pair:
