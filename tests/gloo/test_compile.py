@@ -85,7 +85,7 @@ ROWS_OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "all, parameters off the device": ("fsdp-offload", ALL, WORDS),
 }  # fmt: skip
 BY_DEFAULT = ("tp, sharded tokens", "dropout, recomputed", "all, tied and padded")
-MEASURED_BY_DEFAULT = ("zero1", "all, tied and padded")
+MEASURED_BY_DEFAULT = ("all, tied and padded",)
 needs_compiler = pytest.mark.skipif(
     which("g++") is None, reason="inductor compiles with a C++ compiler"
 )
