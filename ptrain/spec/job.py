@@ -574,6 +574,7 @@ class LogSpec:
                 "extra `wandb`",
                 "mlflow": "MLflow, configured by its environment variables; needs the extra "
                 "`mlflow`",
+                "prometheus": "http://127.0.0.1:9464/metrics, or the port of PTRAIN_METRICS_PORT",
             },
             slips={"weights-and-biases": "wandb", "w&b": "wandb", "tb": "tensorboard"},
             aka=("report_to", "logger", "loggers", "use_wandb", "enable_wandb"),

@@ -241,3 +241,12 @@ def _head_commit(git: Path) -> str | None:
 def _first_line(path: Path) -> str:
     """Return the first line of a regular file, "" without one. Reading a pipe would block."""
     return path.read_text().partition("\n")[0].strip() if path.is_file() else ""
+
+
+def metrics_port() -> int:
+    """Return the port of PTRAIN_METRICS_PORT, by default the one of OpenTelemetry's exporter.
+
+    Raises:
+        ValueError: The variable is no number.
+    """
+    return int(os.environ.get("PTRAIN_METRICS_PORT", "9464"))

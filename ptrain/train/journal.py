@@ -37,7 +37,9 @@ from ptrain.train.exchange import StepFigures
 from ptrain.train.folder import RunFolder
 from ptrain.train.options import Options
 from ptrain.train.tracker import (
+    PROMETHEUS,
     MLflow,
+    Prometheus,
     TensorBoard,
     TrackedRun,
     Tracker,
@@ -349,6 +351,7 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
+    PROMETHEUS: Prometheus,
 }
 # Seconds for all trackers at the end of a run, less than the 30 s that the launcher gives the last
 # rank (launch._ORDERLY_GRACE).

@@ -1,4 +1,5 @@
-"""Trackers of a training: TensorBoard, W&B and MLflow (optional extras), with one interface.
+"""Trackers of a training, with one interface: TensorBoard, W&B and MLflow, which are optional
+extras, and an endpoint for Prometheus.
 
 MLflow's location is set by its variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); by default
 it is a database in the current folder. W&B's project, entity, key and mode are in WANDB_PROJECT,
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import to_flow_yaml
+from ptrain.train import environment, manifest
 from ptrain.train.folder import AUTO, RunFolder
 from ptrain.train.options import Options
 from ptrain.units import leaves
@@ -86,7 +91,7 @@ def require_trackers(names: Sequence[str]) -> None:
             remedy=f"Run `pip install 'ptrain[{name}]'`, or remove {name} from `log.trackers`.",
         )
         for name in names
-        if (package := find_spec(name)) is None or package.origin is None
+        if name != PROMETHEUS and ((package := find_spec(name)) is None or package.origin is None)
     ]
     if faults:
         raise SpecError(*faults)
@@ -126,6 +131,7 @@ def _run_name(run: RunFolder) -> str:
     return next(names, "").strip(" \"'")
 
 
+PROMETHEUS = "prometheus"
 PATIENCE = 15  # seconds to wait for W&B's servers; its default is 90 or more
 
 
@@ -230,3 +236,62 @@ class MLflow:
 
     def close(self, *, has_failed: bool) -> None:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
+
+
+class Prometheus:
+    """A tracker that serves the newest figures to Prometheus, on this machine only.
+
+    The address is http://127.0.0.1:PORT/metrics, with the port of the variable PTRAIN_METRICS_PORT.
+    """
+
+    def begin(self, run: TrackedRun) -> str:
+        """Begin to serve. The result is "": a run has no id."""
+        self._figures: dict[str, float] = {}
+        self._checkpoints = RunFolder(run.folder).checkpoints
+        handler = partial(_MetricsHandler, self._text)
+        # A loopback address: other machines cannot connect, and Prometheus needs no password here.
+        self._server = ThreadingHTTPServer(("127.0.0.1", environment.metrics_port()), handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return ""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._figures = {**self._figures, **figures, "step": step}
+
+    def conclude(self, verdict: str) -> None:
+        """Do nothing: a verdict is no number."""
+
+    def close(self, *, has_failed: bool) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _text(self) -> str:
+        """Return the figures in Prometheus' text format."""
+        figures = dict(self._figures)
+        if paths := manifest.complete_checkpoints(self._checkpoints):
+            figures["last_checkpoint_step"] = manifest.step_in_name(paths[0])
+        lines = []
+        for figure, value in figures.items():
+            name = f"ptrain_{re.sub(r'[^a-zA-Z0-9_]', '_', figure)}"
+            lines += [f"# TYPE {name} gauge", f"{name} {float(value)!r}"]
+        return "\n".join(lines) + "\n"
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    """Answers `GET /metrics`."""
+
+    def __init__(self, text: Callable[[], str], *connection: Any) -> None:
+        self._text = text
+        super().__init__(*connection)
+
+    def do_GET(self) -> None:
+        """Send the figures, or 404 for another path."""
+        is_known = self.path == "/metrics"
+        body = self._text().encode() if is_known else b"See /metrics.\n"
+        self.send_response(200 if is_known else 404)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: standard error belongs to the training."""

@@ -9,8 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from socket import socket
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 import pytest
 
@@ -21,7 +24,7 @@ from ptrain.train import journal
 from ptrain.train import tracker as tracker_module
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG, TRACKERS, Trackers
-from ptrain.train.tracker import TrackedRun, continued_run_id, require_trackers
+from ptrain.train.tracker import Prometheus, TrackedRun, continued_run_id, require_trackers
 
 SPEC = {"name": "small", "train": {"steps": 2, "seed": 0}, "tensor": {"plan": {"blocks.*.up": "x"}}}
 ROWS = ((1, {"loss": 5.5, "lr": 1e-3}), (2, {"loss": 5.25}))
@@ -291,6 +294,38 @@ def test_tensorboard_is_given_scalars_by_step_and_hides_steps_done_again(tmp_pat
     texts = dict(given for given, _ in calls.all("add_text"))
     assert "| train.steps | 2 |" in texts["run"] and texts["verdict"] == "holds (3 of 3)"
     assert len(calls.all("close")) == 2
+
+
+def test_prometheus_reads_the_newest_figures_and_the_last_checkpoint(tmp_path, monkeypatch):
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("PTRAIN_METRICS_PORT", str(port))
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    tracker = Prometheus()
+    tracker.begin(track_run(tmp_path))
+    for step, figures in ROWS:
+        tracker.log(step, figures)
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert {"ptrain_loss 5.25", "ptrain_step 2.0", "ptrain_last_checkpoint_step 2.0"} < {*lines}
+    assert "# TYPE ptrain_loss gauge" in lines
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"http://127.0.0.1:{port}/")
+    tracker.close(has_failed=False)
+    with pytest.raises(URLError):
+        urlopen(f"http://127.0.0.1:{port}/metrics")
+
+
+def test_a_port_that_is_taken_disables_prometheus_and_not_the_training(
+    tmp_path, monkeypatch, warnings
+):
+    with socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("PTRAIN_METRICS_PORT", str(taken.getsockname()[1]))
+        follow({"prometheus": track_run(tmp_path)})
+    assert len(warnings) == 1 and "prometheus failed and is disabled" in warnings[0]
 
 
 # -- the libraries themselves, where they are installed
