@@ -340,12 +340,6 @@ COMMANDS = {
         examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
         topics=("report", "compare"),
     ),
-    "why-oom": Command(
-        usage=("RUN [options]",),
-        groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
-        examples=("ptrain why-oom runs/latest",),
-        topics=("out of memory",),
-    ),
     "checkpoints": Command(
         usage=("RUN [options]",),
         groups={

@@ -59,7 +59,6 @@ class PageSubject:
         torch: The version of torch of the record.
         rows: The rows of the metrics.
         failures: The failed attempts, the last one last: `time` and `error`.
-        memory_failure: Where a rank ran out of memory, as a sentence; "" if none did.
         steps: The number of steps that the run should take.
         checkpoints: The names of the complete checkpoints.
         resume: The command that continues the run; empty if nothing was saved.
@@ -75,7 +74,6 @@ class PageSubject:
     torch: str = ""
     rows: Sequence[Mapping[str, Any]] = ()
     failures: Sequence[Mapping[str, str]] = ()
-    memory_failure: str = ""
     steps: int = 0
     checkpoints: Sequence[str] = ()
     resume: str = ""
@@ -130,8 +128,7 @@ def _failure_answer(subject: PageSubject, progress: str) -> PageAnswer:
     )
     if memory and memory[0] != _KILLED:
         rank = cause.partition(" raised ")[0]
-        headline = f"Out of memory on {rank} after {progress}"
-        lines = [subject.memory_failure or cause, *lines]
+        headline, lines = f"Out of memory on {rank} after {progress}", [cause, *lines]
     if memory and subject.prediction is not None:
         lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
         blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]

@@ -34,7 +34,6 @@ GROUPS = {
         "verify": "Compare gradients, optimizer state and losses with one device",
         "xray": "Find the placement, memory and traffic of an unmodified training script",
         "report": "Write one HTML page about runs and specs",
-        "why-oom": "Explain where a run ran out of memory and list changes that fit",
         "checkpoints": "List the checkpoints of a run and verify their files",
         "compare": "Compare two runs, predictions or verifications",
         "doctor": "Check this machine for everything that training needs",
@@ -153,7 +152,7 @@ def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
     args = CommandParser(verb).parse_words(arguments)
     if verb in OF_TORCH:
         _require_torch()
-    module = import_module(f"ptrain.cli.{verb.replace('-', '_')}")
+    module = import_module(f"ptrain.cli.{verb}")
     if is_process:
         # Without this, collections would visit all imported objects: a tenth of predict's time.
         gc.freeze()

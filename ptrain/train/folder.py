@@ -169,10 +169,6 @@ class RunFolder:
     def failures(self) -> Path:
         return self.path / "failures.jsonl"
 
-    def memory_failure(self, rank: int) -> Path:
-        """Return the record of a rank that ran out of memory."""
-        return self.path / "logs" / f"rank{rank}.memory.json"
-
     def error(self, rank: int) -> Path:
         """Return the file to which torch's @record writes the exception of a rank."""
         return self.path / "logs" / f"rank{rank}.error.json"

@@ -65,7 +65,6 @@ from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers
 from ptrain.train.loop import train
 from ptrain.train.loop_inputs import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
-from ptrain.train.out_of_memory import record_memory_failure
 from ptrain.train.saving import CheckpointSaver
 from ptrain.train.tracker import require_trackers, tracker_names
 
@@ -331,7 +330,7 @@ def _run_steps(
     if session.world.is_first:
         with warn_if_unwritable(ROOT / "latest", LOG.warning):
             mark_as_latest(session.folder)
-    with saver, record_memory_failure(program, session.folder):
+    with saver:
         outcome = train(program, parts, first=first)
         saver.finish()
     return outcome
