@@ -350,6 +350,14 @@ COMMANDS = {
         examples=("ptrain checkpoints runs/latest", "ptrain checkpoints runs/latest --verify"),
         topics=("checkpoints",),
     ),
+    "why-oom": Command(
+        usage=("RUN [options]",),
+        details="Prints the rank, phase and module, live bytes against predicted ones, and changes\n"
+        "that fit. Nothing is trained.",
+        groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
+        examples=("ptrain why-oom runs/latest", "ptrain why-oom runs/latest --json"),
+        topics=("report", "out of memory"),
+    ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),
         details="BASE and HEAD are run folders, files that a command printed with --json, or\n"

@@ -50,6 +50,7 @@ from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, manifest, rank_start
 from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
+from ptrain.train.failure_point import FailurePoint, record_out_of_memory
 from ptrain.train.folder import (
     ROOT,
     Claim,
@@ -178,6 +179,7 @@ class Session:
         world: The ranks.
         exchange: The exchange of the ranks.
         folder: The run folder.
+        point: The observer for the record of a failed allocation.
         heading: The first printed line; "" until the model is built.
         trackers: The trackers; empty until the training begins, and on all ranks except 0.
     """
@@ -187,6 +189,7 @@ class Session:
     world: World
     exchange: Exchange
     folder: RunFolder
+    point: FailurePoint = field(default_factory=FailurePoint)
     heading: str = ""
     trackers: Trackers = field(default_factory=Trackers)
 
@@ -237,7 +240,8 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
         exchange.barrier()
         # Pushed last, so it runs first: leaving the group may hang, or this rank be killed there.
         stack.push(_log_failure)
-        return _run_training(session, interrupts, make_guard)
+        with record_out_of_memory(folder, world) as point:
+            return _run_training(replace(session, point=point), interrupts, make_guard)
 
 
 def replace_device(spec: Spec, device: torch.device) -> Spec:
@@ -272,6 +276,7 @@ def _run_training(
     if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
+    session.point.watch(program)
     placed = replace_device(spec, world.device)
     facts = facts_of(
         placed,
