@@ -352,8 +352,7 @@ COMMANDS = {
     ),
     "why-oom": Command(
         usage=("RUN [options]",),
-        details="Prints the rank, phase and module, live bytes against predicted ones, and changes\n"
-        "that fit. Nothing is trained.",
+        details="Prints rank, phase and module, live and predicted bytes, and changes that fit.",
         groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
         examples=("ptrain why-oom runs/latest", "ptrain why-oom runs/latest --json"),
         topics=("report", "out of memory"),

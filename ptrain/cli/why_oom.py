@@ -112,6 +112,22 @@ def find_smaller(
     )
 
 
+def explain_failure(folder: RunFolder, prediction: Prediction | None) -> list[str]:
+    """Return the explanation of a run that ran out of memory, its headline first.
+
+    Args:
+        folder: The run folder.
+        prediction: The prediction of the run; None if it could not be predicted.
+
+    Returns:
+        The lines; [] for other runs.
+    """
+    if not (failures := read_failures(folder)):
+        return []
+    smaller = find_smaller(folder, failures[0], prediction) if prediction else None
+    return [failure_headline(failures[0]), *failure_lines(failures[0], prediction, smaller)]
+
+
 def failure_lines(
     failure: OutOfMemory, prediction: Prediction | None, smaller: Prediction | None
 ) -> list[str]:

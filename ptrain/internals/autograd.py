@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,8 +70,7 @@ def running_node(root: Node) -> Node | None:
     waiting, seen, unfinished = [root], {root}, list[Node]()
     while waiting:
         node = waiting.pop()
-        names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-        if names and not _is_freed(node, names):
+        if False in _freed_tensors(node):
             unfinished.append(node)
             continue
         later = [after for after, _ in node.next_functions if after is not None]
@@ -80,13 +79,16 @@ def running_node(root: Node) -> Node | None:
     return max(unfinished, key=sequence_number, default=None)
 
 
-def _is_freed(node: Node, names: list[str]) -> bool:
-    """Return True if the saved tensors of a node are freed."""
-    try:
-        for saved in (getattr(node, name) for name in names):
+def _freed_tensors(node: Node) -> Iterator[bool]:
+    """Yield for each saved tensor of a node whether it is freed; nothing for absent ones."""
+    for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
+        try:
+            saved = getattr(node, name)
             for tensor in saved if isinstance(saved, tuple) else (saved,):
                 # Not the value: unpacking it may recompute a block or load it from the host.
                 tensor.register_hooks(lambda value: value, lambda value: value)
-    except RuntimeError as error:  # also if hooks are set already, or the saved value is None
-        return "freed" in str(error)
-    return False
+        except RuntimeError as error:
+            if "value None" not in str(error):
+                yield "freed" in str(error)  # else hooks are set already
+            continue
+        yield False

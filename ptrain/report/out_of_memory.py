@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 from ptrain.by_rank import distinct
 from ptrain.cost import Estimate, Phase, State
-from ptrain.report.table import MISSING, Importance, make_columns, name_column, render_table
-from ptrain.report.table import TableColumn as Column
-from ptrain.report.table import memory_text
+from ptrain.report.table import (
+    MISSING,
+    Importance,
+    TableColumn,
+    make_columns,
+    memory_text,
+    name_column,
+    render_table,
+)
 from ptrain.units import parse_bytes
 
 # Messages of CUDA's and the CPU's allocators, and of Python.
@@ -109,9 +115,7 @@ def live_table(failure: OutOfMemory, exact: Estimate) -> str:
         failure: The record of the rank.
         exact: The prediction of the spec.
     """
-    predicted = {
-        row.state: row.device_bytes for row in exact.memory if row.rank == failure.rank
-    }
+    predicted = {row.state: row.device_bytes for row in exact.memory if row.rank == failure.rank}
     states = [state for state in State if state in failure.live or predicted.get(state)]
     rows = [(state, failure.live.get(state), predicted.get(state, 0)) for state in states]
     cells = [
@@ -135,7 +139,7 @@ def live_table(failure: OutOfMemory, exact: Estimate) -> str:
         make_columns(
             cells,
             name_column("memory of the rank"),
-            Column("live", Importance.RESULT),
-            Column("predicted"),
+            TableColumn("live", Importance.RESULT),
+            TableColumn("predicted"),
         )
     )

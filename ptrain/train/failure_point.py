@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from inspect import unwrap
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.graph import Node
 
 from ptrain.codec import encode
 from ptrain.cost import Phase, State
+from ptrain.errors import RankFailed
 from ptrain.files import write_json
 from ptrain.internals.autograd import running_node
 from ptrain.interpreter.program import Program, interpret
@@ -29,11 +31,15 @@ from ptrain.train import checkpoint
 from ptrain.train.folder import RunFolder
 from ptrain.train.loop import train
 
+# `unwrap`, because `torch.no_grad` gives all functions that it decorates the same code.
 _ACTIVITIES: Mapping[CodeType, str] = {
-    interpret.__code__: "building the model",
-    checkpoint.resume_training.__code__: "loading the checkpoint",
-    checkpoint.save.__code__: "saving a checkpoint",
-    Program.evaluate.__code__: "evaluating",
+    unwrap(function).__code__: activity
+    for function, activity in (
+        (interpret, "building the model"),
+        (checkpoint.resume_training, "loading the checkpoint"),
+        (checkpoint.save, "saving a checkpoint"),
+        (Program.evaluate, "evaluating"),
+    )
 }
 # The local variables of torch's functions that hold the roots of a backward pass.
 _ROOTS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
@@ -72,9 +78,11 @@ def record_out_of_memory(folder: RunFolder, world: World) -> Iterator[FailurePoi
     point = FailurePoint()
     try:
         yield point
-    except (RuntimeError, MemoryError) as error:
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        if is_out_of_memory(message) or isinstance(error, torch.OutOfMemoryError | MemoryError):
+    except (RuntimeError, MemoryError, RankFailed) as error:
+        # A pipeline stage reports the exception of a pass as RankFailed.
+        own = error.__cause__ or error
+        message = f"{type(own).__name__}: {own}".splitlines()[0]
+        if is_out_of_memory(message) or isinstance(own, torch.OutOfMemoryError | MemoryError):
             # The error itself matters more than its record.
             with suppress(OSError, RuntimeError, MemoryError, AttributeError, KeyError):
                 record = describe_failure(point, error, message, world)
@@ -93,7 +101,9 @@ def describe_failure(
         message: Its first line, with the name of its class.
         world: The ranks.
     """
-    frames = list(_frames_of(error.__traceback__))
+    frames = [*_frames_of(error.__traceback__)]
+    if error.__cause__ is not None:
+        frames += _frames_of(error.__cause__.__traceback__)
     codes = [frame.f_code for frame in frames]
     activity = next((name for code, name in _ACTIVITIES.items() if code in codes), "training")
     in_loop = next((frame.f_locals for frame in frames if frame.f_code is train.__code__), {})
@@ -138,6 +148,8 @@ def _running_module(program: Program, frames: list[FrameType]) -> str:
     }
     for frame in reversed(frames):
         if local := _ROOTS.get(frame.f_code):
+            if frame.f_locals["retain_graph"]:  # then no saved tensor is freed
+                return ""
             tensors = frame.f_locals[local]
             roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
             nodes = [running_node(root.grad_fn) for root in roots if root.grad_fn is not None]
