@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54290,
+    "ptrain": 54590,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -34,31 +34,31 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/pipeline": 1550,
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
-    "ptrain/charts": 1320,
-    "ptrain/cli": 2390,
+    "ptrain/charts": 1330,
+    "ptrain/cli": 2470,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5050,
     "ptrain/facts": 870,
-    "ptrain/internals": 470,
+    "ptrain/internals": 490,
     "ptrain/interpreter": 1100,
     "ptrain/meters": 1470,
     "ptrain/models": 5300,
     "ptrain/optimizers": 680,
     "ptrain/plan": 520,
     "ptrain/rates": 370,
-    "ptrain/report": 2440,
+    "ptrain/report": 2510,
     "ptrain/runtime": 1030,
     "ptrain/selection": 2760,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4730,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
-    "ptrain/train": 3180,
+    "ptrain/train": 3300,
     "ptrain/verification": 6120,
 }
-ONE_IMPORTER = 46  # modules that exactly one other imports
-SMALL_MODULES = 36  # modules with fewer lines than SMALL
+ONE_IMPORTER = 48  # modules that exactly one other imports
+SMALL_MODULES = 35  # modules with fewer lines than SMALL
 # end
 
 

@@ -130,10 +130,10 @@ def _failure_answer(subject: PageSubject, progress: str) -> PageAnswer:
     )
     if subject.out_of_memory:
         headline, *explained = subject.out_of_memory
-        text = "\n".join(explained)
-        return PageAnswer(
-            tone="bad", headline=headline, lines=lines, blocks=[text, subject.failures[-1]["error"]]
-        )
+        table = explained.index("") if "" in explained else len(explained)
+        blocks = ["\n".join(explained[table + 1 :])]
+        lines = [*explained[:table], *lines]
+        return PageAnswer(tone="bad", headline=headline, lines=lines, blocks=blocks)
     if is_full:
         rank = cause.partition(" raised ")[0]
         headline, lines = f"Out of memory on {rank} after {progress}", [cause, *lines]

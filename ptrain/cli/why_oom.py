@@ -51,19 +51,16 @@ def run(args: Namespace) -> int:
         print_json(record | ({"reason": reason} if reason else {}))
         return 0
     more = ", ".join(str(other.rank) for other in failures[1:])
-    resolved = display_path(folder.resolved)
-    commands = [
-        command_line("train", [resolved, *variant.overrides], allow_import=args.allow_import)
-        for variant in changes
-        if variant.fit.fits
-    ]
     print_screen(
         failure_headline(failure),
         *failure_lines(failure, prediction, smaller),
         *([f"Later, rank {more} ran out of memory, too."] if more else []),
         *([f"Not predicted: {reason}"] if reason else []),
         "",
-        next_line(*commands, shlex.join(["ptrain", "predict", resolved])),
+        next_line(
+            *train_commands(folder, smaller),
+            shlex.join(["ptrain", "predict", display_path(folder.resolved)]),
+        ),
     )
     return 0
 
@@ -125,7 +122,27 @@ def explain_failure(folder: RunFolder, prediction: Prediction | None) -> list[st
     if not (failures := read_failures(folder)):
         return []
     smaller = find_smaller(folder, failures[0], prediction) if prediction else None
-    return [failure_headline(failures[0]), *failure_lines(failures[0], prediction, smaller)]
+    lines = [failure_headline(failures[0]), *failure_lines(failures[0], prediction, smaller)]
+    commands = train_commands(folder, smaller)
+    return [*lines, *(["", "Paste one of these commands:", *commands] if commands else [])]
+
+
+def train_commands(folder: RunFolder, smaller: Prediction | None) -> list[str]:
+    """Return a command for each change that fits, the fastest one first.
+
+    Args:
+        folder: The run folder.
+        smaller: The prediction with the changes, from `find_smaller`.
+    """
+    return [
+        command_line(
+            "train",
+            [display_path(folder.resolved), *variant.overrides],
+            allow_import=smaller.allow_import,
+        )
+        for variant in (smaller.advice.variants if smaller else ())
+        if smaller and variant.fit.fits
+    ]
 
 
 def failure_lines(

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ptrain.by_rank import distinct
 from ptrain.cost import Estimate, Phase, State
 from ptrain.report.table import (
     MISSING,
@@ -38,7 +37,7 @@ class OutOfMemory:
         phase: The phase of the step; None outside of a step.
         micro_batch: The micro-batch of forward or backward, from 1; None outside of them.
         module: The module that ran, `""` if unknown.
-        live: The live bytes on the device by state, without states of unknown size.
+        live_bytes: The live bytes on the device by state, without states of unknown size.
         reserved_bytes: The bytes that CUDA's allocator reserved; None on CPUs.
         free_bytes: The bytes of the device that no process used; None on CPUs.
     """
@@ -52,7 +51,7 @@ class OutOfMemory:
     phase: Phase | None = None
     micro_batch: int | None = None
     module: str = ""
-    live: Mapping[str, int] = field(default_factory=dict)
+    live_bytes: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     free_bytes: int | None = None
 
@@ -64,9 +63,9 @@ def is_out_of_memory(message: str) -> bool:
 
 def parse_request(message: str) -> int | None:
     """Return the bytes that an allocator's message names as requested, None if it names none."""
-    if not (found := _REQUEST.search(message)):
+    if not (request := _REQUEST.search(message)):
         return None
-    number, unit = found.groups()
+    number, unit = request.groups()
     return parse_bytes(f"{number}{'B' if unit == 'bytes' else unit}")
 
 
@@ -99,7 +98,7 @@ def request_line(failure: OutOfMemory) -> str:
 
 def fragmentation_line(failure: OutOfMemory) -> str:
     """Return advice if CUDA's allocator had reserved enough unused memory; else ""."""
-    unused = (failure.reserved_bytes or 0) - sum(failure.live.values())
+    unused = (failure.reserved_bytes or 0) - sum(failure.live_bytes.values())
     if failure.requested_bytes is None or unused < failure.requested_bytes:
         return ""
     return (
@@ -116,8 +115,8 @@ def live_table(failure: OutOfMemory, exact: Estimate) -> str:
         exact: The prediction of the spec.
     """
     predicted = {row.state: row.device_bytes for row in exact.memory if row.rank == failure.rank}
-    states = [state for state in State if state in failure.live or predicted.get(state)]
-    rows = [(state, failure.live.get(state), predicted.get(state, 0)) for state in states]
+    states = [state for state in State if state in failure.live_bytes or predicted.get(state)]
+    rows = [(state, failure.live_bytes.get(state), predicted.get(state, 0)) for state in states]
     cells = [
         (str(state), MISSING if live is None else memory_text(live), memory_text(expected))
         for state, live, expected in rows
@@ -125,14 +124,14 @@ def live_table(failure: OutOfMemory, exact: Estimate) -> str:
     peak = max(
         (
             row.device_bytes
-            for row in distinct(exact.peak)
+            for row in exact.peak
             if row.rank == failure.rank and failure.phase in (None, row.phase)
         ),
         default=None,
     )
     if peak is not None:
-        complete = State.ACTIVATIONS in failure.live
-        total = memory_text(sum(failure.live.values())) if complete else MISSING
+        complete = State.ACTIVATIONS in failure.live_bytes
+        total = memory_text(sum(failure.live_bytes.values())) if complete else MISSING
         label = "all together" if failure.phase is None else f"all in {failure.phase}"
         cells.append((label, total, memory_text(peak)))
     return render_table(

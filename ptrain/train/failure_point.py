@@ -52,7 +52,7 @@ class FailurePoint:
         self.program: Program | None = None
         self.current: tuple[Phase, int] | None = None
 
-    def watch(self, program: Program) -> None:
+    def observe_program(self, program: Program) -> None:
         """Observe the phases of a program."""
         self.program = program
         program.observers.append(self)
@@ -71,7 +71,7 @@ def record_out_of_memory(folder: RunFolder, world: World) -> Iterator[FailurePoi
         world: The ranks.
 
     Yields:
-        The point, whose `watch` takes the program once it is built.
+        The point, whose `observe_program` takes the program once it is built.
     """
     for file in folder.memory_failures():
         file.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ def describe_failure(
         phase=phase,
         micro_batch=micro_batch + 1 if is_pass else None,
         module=_running_module(point.program, frames) if point.program else "",
-        live=_live_bytes(point.program, world.device) if point.program else {},
+        live_bytes=_live_bytes(point.program, world.device) if point.program else {},
         reserved_bytes=torch.cuda.memory_reserved(world.device) if on_gpu else None,
         free_bytes=torch.cuda.mem_get_info(world.device)[0] if on_gpu else None,
     )

@@ -270,13 +270,12 @@ def _run_training(
 ) -> int:
     """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
-    speaks = world.is_first and not options.json
     text = open_corpus(spec.data)
     require_trainable_data(text, spec)
     if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    session.point.watch(program)
+    session.point.observe_program(program)
     placed = replace_device(spec, world.device)
     facts = facts_of(
         placed,
@@ -301,7 +300,7 @@ def _run_training(
         trackers = make_trackers(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)
     with session.trackers:
-        with _make_journal(session, first, bar=speaks and not options.quiet) as journal:
+        with _make_journal(session, first, bar=not (options.json or options.quiet)) as journal:
             record = journal.record_measurement
             probe = Probe(program, folder, first=first, every=options.measure, measured=record)
             resuming = partial(_resume_command, session)

@@ -24,7 +24,7 @@ RECORD = {
     "phase": "backward",
     "micro_batch": 2,
     "module": "blocks.1.mlp",
-    "live": {"parameters": 3 * MIB, "activations": 7 * MIB},
+    "live_bytes": {"parameters": 3 * MIB, "activations": 7 * MIB},
 }
 
 

@@ -27,7 +27,7 @@ def fail(*_: object) -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
     """Make allocations fail in this phase, in the second micro-batch of the second step."""
-    watch = failure_point.FailurePoint.watch
+    watch = failure_point.FailurePoint.observe_program
 
     def watch_and_fail(point: failure_point.FailurePoint, program: Program) -> None:
         watch(point, program)
@@ -46,7 +46,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
 
         program.model.get_submodule(MODULE).register_forward_hook(on_forward)
 
-    monkeypatch.setattr(failure_point.FailurePoint, "watch", watch_and_fail)
+    monkeypatch.setattr(failure_point.FailurePoint, "observe_program", watch_and_fail)
 
 
 def train(folder: Path, *words: str) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def test_the_record_names_phase_micro_batch_and_module(tmp_path, monkeypatch, ph
     else:
         assert record["micro_batch"] == 2
         assert record["module"].startswith(MODULE)
-    assert record["live"]["parameters"] > 0 and record["live"]["optimizer"] > 0
-    assert "activations" not in record["live"], "the CPU's allocator does not count them"
+    assert record["live_bytes"]["parameters"] > 0 and record["live_bytes"]["optimizer"] > 0
+    assert "activations" not in record["live_bytes"], "the CPU's allocator does not count them"
 
 
 def test_a_recomputed_block_is_named_in_the_backward_pass(tmp_path, monkeypatch):
