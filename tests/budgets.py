@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54590,
+    "ptrain": 54630,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -34,7 +34,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/pipeline": 1550,
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
-    "ptrain/charts": 1330,
+    "ptrain/charts": 1340,
     "ptrain/cli": 2470,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 370,
     "ptrain/report": 2510,
     "ptrain/runtime": 1030,
-    "ptrain/selection": 2760,
+    "ptrain/selection": 2770,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4730,
     "ptrain/steps": 470,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 6120,
 }
 ONE_IMPORTER = 48  # modules that exactly one other imports
-SMALL_MODULES = 35  # modules with fewer lines than SMALL
+SMALL_MODULES = 36  # modules with fewer lines than SMALL
 # end
 
 
