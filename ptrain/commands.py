@@ -352,6 +352,13 @@ COMMANDS = {
         examples=("ptrain checkpoints runs/latest", "ptrain checkpoints runs/latest --verify"),
         topics=("checkpoints",),
     ),
+    "why-oom": Command(
+        usage=("RUN [options]",),
+        details="Prints rank, phase and module, live and predicted bytes, and changes that fit.",
+        groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
+        examples=("ptrain why-oom runs/latest", "ptrain why-oom runs/latest --json"),
+        topics=("report", "out of memory"),
+    ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),
         details="BASE and HEAD are run folders, files that a command printed with --json, or\n"

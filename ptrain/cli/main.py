@@ -35,6 +35,7 @@ GROUPS = {
         "xray": "Find the placement, memory and traffic of an unmodified training script",
         "report": "Write one HTML page about runs and specs",
         "checkpoints": "List the checkpoints of a run and verify their files",
+        "why-oom": "Explain why a run ran out of memory and find changes that fit",
         "compare": "Compare two runs, predictions or verifications",
         "doctor": "Check this machine for everything that training needs",
         "selftest": "Run the built-in specs on this machine and write a page of results",
@@ -152,7 +153,7 @@ def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
     args = CommandParser(verb).parse_words(arguments)
     if verb in OF_TORCH:
         _require_torch()
-    module = import_module(f"ptrain.cli.{verb}")
+    module = import_module(f"ptrain.cli.{verb.replace('-', '_')}")
     if is_process:
         # Without this, collections would visit all imported objects: a tenth of predict's time.
         gc.freeze()
