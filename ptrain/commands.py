@@ -340,12 +340,6 @@ COMMANDS = {
         examples=("ptrain report runs/latest", "ptrain report 8b-ddp 8b-zero3 --out 8b.html"),
         topics=("report", "compare"),
     ),
-    "why-oom": Command(
-        usage=("RUN [options]",),
-        groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
-        examples=("ptrain why-oom runs/latest",),
-        topics=("out of memory",),
-    ),
     "checkpoints": Command(
         usage=("RUN [options]",),
         groups={
@@ -357,6 +351,13 @@ COMMANDS = {
         },
         examples=("ptrain checkpoints runs/latest", "ptrain checkpoints runs/latest --verify"),
         topics=("checkpoints",),
+    ),
+    "why-oom": Command(
+        usage=("RUN [options]",),
+        details="Prints rank, phase and module, live and predicted bytes, and changes that fit.",
+        groups={"Arguments": (RUN,), "Options": (ALLOW_IMPORT, JSON)},
+        examples=("ptrain why-oom runs/latest", "ptrain why-oom runs/latest --json"),
+        topics=("report", "out of memory"),
     ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),

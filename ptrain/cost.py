@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ptrain.by_rank import distinct_values, of_ranks
-from ptrain.codec import FLAT, RARE
+from ptrain.codec import FLAT, RARE, encode
+from ptrain.errors import input_error
 from ptrain.units import sum_by_key
 from ptrain.word import Word
-from ptrain.wording import Worded
+from ptrain.wording import Worded, data_frame
 
 
 class State(Word):
@@ -443,6 +444,23 @@ class Estimate(Worded):
 
     def __repr__(self) -> str:
         return f"Estimate({self.column} of {self.world_size} ranks)"  # without thousands of rows
+
+    def to_pandas(self, kind: str = "memory") -> Any:
+        """Return the rows of one kind as a pandas DataFrame.
+
+        Args:
+            kind: `memory`, `peak` or `traffic`.
+
+        Returns:
+            The DataFrame, with one row per rank and state, phase or kind of call. Sizes in bytes.
+
+        Raises:
+            SpecError: The kind is unknown, or pandas is not installed.
+        """
+        kinds = {"memory": self.memory, "peak": self.peak, "traffic": self.traffic}
+        if kind not in kinds:
+            raise input_error("kind", f"got {kind!r}", "Use `memory`, `peak` or `traffic`.")
+        return data_frame([encode(row) for row in kinds[kind]], "Estimate.to_pandas")
 
     def peak_bytes(self) -> int | None:
         """Return the largest peak over phases and ranks, None if no peak is known.

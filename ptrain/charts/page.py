@@ -6,7 +6,6 @@ colours follow the screen, light or dark. Names that users choose are escaped.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -26,6 +25,7 @@ from ptrain.charts.schedule import timeline_sheet
 from ptrain.charts.sheet import NARROW, Sheet
 from ptrain.charts.svg import DARK_RULES, FONT, svg_text
 from ptrain.cost import Column, Estimate
+from ptrain.report.out_of_memory import is_out_of_memory
 from ptrain.report.predict import Prediction, advice_lines, answer_line, prediction_screen
 from ptrain.report.record import verdict_line
 from ptrain.report.recorded import DecodedRecord
@@ -59,9 +59,9 @@ class PageSubject:
         torch: The version of torch of the record.
         rows: The rows of the metrics.
         failures: The failed attempts, the last one last: `time` and `error`.
-        memory_failure: Where a rank ran out of memory, as a sentence; "" if none did.
         steps: The number of steps that the run should take.
         checkpoints: The names of the complete checkpoints.
+        out_of_memory: The explanation of a failed allocation, its headline first.
         resume: The command that continues the run; empty if nothing was saved.
         simulation: The simulated figures of a rank.
         course: The simulated memory of that rank over a step.
@@ -75,7 +75,7 @@ class PageSubject:
     torch: str = ""
     rows: Sequence[Mapping[str, Any]] = ()
     failures: Sequence[Mapping[str, str]] = ()
-    memory_failure: str = ""
+    out_of_memory: Sequence[str] = ()
     steps: int = 0
     checkpoints: Sequence[str] = ()
     resume: str = ""
@@ -122,17 +122,22 @@ def _failure_answer(subject: PageSubject, progress: str) -> PageAnswer:
     """Return the answer about a failed run: its cause, and how to continue."""
     first, *rest = subject.failures[-1]["error"].splitlines()
     cause = first.removeprefix("error: ")
-    memory = _MEMORY.search(first)
+    is_full = is_out_of_memory(first)
     headline, lines, blocks = (
         f"Failed after {progress}: {cause}",
         _next_lines(subject),
         ["\n".join(rest)],
     )
-    if memory and memory[0] != _KILLED:
+    if subject.out_of_memory:
+        headline, *explained = subject.out_of_memory
+        table = explained.index("") if "" in explained else len(explained)
+        blocks = ["\n".join(explained[table + 1 :])]
+        lines = [*explained[:table], *lines]
+        return PageAnswer(tone="bad", headline=headline, lines=lines, blocks=blocks)
+    if is_full:
         rank = cause.partition(" raised ")[0]
-        headline = f"Out of memory on {rank} after {progress}"
-        lines = [subject.memory_failure or cause, *lines]
-    if memory and subject.prediction is not None:
+        headline, lines = f"Out of memory on {rank} after {progress}", [cause, *lines]
+    if (is_full or _KILLED in first) and subject.prediction is not None:
         lines = [f"Prediction: {answer_line(subject.prediction)}", *lines]
         blocks = ["\n".join(advice_lines(subject.prediction)).strip(), *blocks]
     return PageAnswer(tone="bad", headline=headline, lines=lines, blocks=blocks)
@@ -145,10 +150,6 @@ def _next_lines(subject: PageSubject) -> list[str]:
 
 
 _KILLED = "SIGKILL"  # by a user, or by the kernel because memory ran out
-# Messages of CUDA's and the CPU's allocators, and of Python.
-_MEMORY = re.compile(
-    rf"out of memory|can't allocate memory|not enough memory|MemoryError|{_KILLED}"
-)
 
 
 def _prediction_answer(subject: PageSubject) -> PageAnswer:

@@ -291,12 +291,12 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     spec, plan = prediction.spec, derivation.plan
     result["conditions"] = encode(all_conditions(spec, plan))
     result["balance"] = balance_rows(plan.context) if plan.context else []
-    result["cheaper"] = [_change_record(variant) for variant in prediction.advice.variants]
-    result["faster"] = [_change_record(variant) for variant in prediction.faster]
+    result["cheaper"] = [as_change(variant) for variant in prediction.advice.variants]
+    result["faster"] = [as_change(variant) for variant in prediction.faster]
     return result
 
 
-def _change_record(variant: Variant) -> dict[str, object]:
+def as_change(variant: Variant) -> dict[str, object]:
     """Return a suggested change as plain data."""
     return {
         "overrides": list(variant.overrides),

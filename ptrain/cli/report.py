@@ -17,7 +17,7 @@ from ptrain.charts.figures import logged_rows
 from ptrain.charts.page import PageSubject, report_page
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import predict_spec
-from ptrain.cli.why_oom import read_memory_failures
+from ptrain.cli.why_oom import explain_failure
 from ptrain.errors import PtrainError, input_error
 from ptrain.report.recorded import decode_record
 from ptrain.report.screen import command_line, next_line, print_screen
@@ -97,7 +97,7 @@ def _read_run(source: str, args: Namespace) -> PageSubject:
         torch=record["versions"]["torch"] if record else "",
         rows=logged_rows(folder.metrics),
         failures=[row for row in logged_rows(folder.failures) if str(row.get("error", "")).strip()],
-        memory_failure=next((row.sentence() for row in read_memory_failures(folder)), ""),
+        out_of_memory=explain_failure(folder, prediction),
         steps=prediction.spec.train.steps if prediction else 0,
         checkpoints=saved,
         resume=command_line("train", [display_path(folder.resolved), "--resume", name])

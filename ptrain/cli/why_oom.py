@@ -1,98 +1,187 @@
-"""The command `ptrain why-oom RUN`: where a run ran out of memory, and what makes it fit.
+"""The command `ptrain why-oom RUN`: explain why a run ran out of memory.
 
-This module imports no torch.
+It compares the record of the failure with the prediction, and finds changes that need less memory.
+This module imports no torch, except for a model that must be traced.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
+from ptrain.charts.figures import logged_rows
 from ptrain.cli.arguments import print_json
-from ptrain.cli.predict import predict_spec
+from ptrain.cli.predict import as_change, predict_spec
 from ptrain.codec import decode, encode
 from ptrain.errors import PtrainError, input_error
-from ptrain.report.memory_failure import MemoryFailure, memory_failure_table
-from ptrain.report.predict import Prediction, advice_lines, answer_line, next_commands
+from ptrain.report.out_of_memory import (
+    OutOfMemory,
+    failure_headline,
+    fragmentation_line,
+    live_table,
+    request_line,
+)
+from ptrain.report.predict import Prediction, advice_lines, answer_line
 from ptrain.report.screen import command_line, next_line, print_screen
+from ptrain.report.table import memory_text
+from ptrain.selection.preflight import FitAdvice
 from ptrain.train.folder import RunFolder, display_path, require_run
 
 
 def run(args: Namespace) -> int:
-    """Print the answer; return 0."""
+    """Print the failure, the live bytes and the changes that fit; return 0."""
     folder = require_run(Path(args.run))
-    failures = read_memory_failures(folder)
+    failures = read_failures(folder)
     if not failures:
-        raise input_error(
-            "RUN",
-            f"{display_path(folder.path)} has no record of a rank that ran out of memory",
-            f"Run `{command_line('report', [display_path(folder.path)])}` to see how it ended.",
-        )
-    worst, prediction, reason = failures[0], None, ""
+        raise input_error("RUN", *_explain_absence(folder))
+    failure, prediction, reason = failures[0], None, ""
     try:
-        prediction = _predict(folder, worst, args)
-    except PtrainError as error:  # code that may not be imported, or an older version's spec
-        reason = f"not predicted: {error}"
-    if args.json:
-        changes = prediction.advice.variants if prediction else ()
-        print_json(
-            {
-                "run": str(folder.path),
-                "failures": [encode(failure) for failure in failures],
-                "answer": worst.sentence(),
-                "predicted": answer_line(prediction) if prediction else None,
-                "changes": [variant.overrides for variant in changes if variant.fit.fits],
-            }
+        prediction = predict_spec(
+            str(folder.resolved), (), offer=True, allow_import=args.allow_import, is_quiet=args.json
         )
+    except PtrainError as error:  # code that may not be imported, or an older version's spec
+        reason = str(error)
+    smaller = find_smaller(folder, failure, prediction) if prediction else None
+    changes = smaller.advice.variants if smaller else ()
+    if args.json:
+        fitting = [as_change(variant) for variant in changes]
+        record = {"run": str(folder.path), "failures": encode(failures), "changes": fitting}
+        print_json(record | ({"reason": reason} if reason else {}))
         return 0
-    report = command_line("report", [display_path(folder.path)], allow_import=args.allow_import)
-    others = ", ".join(str(failure.rank) for failure in failures[1:])
+    more = ", ".join(str(other.rank) for other in failures[1:])
     print_screen(
-        worst.sentence(),
-        worst.error,
-        *([f"rank {others} too"] if others else []),
+        failure_headline(failure),
+        *failure_lines(failure, prediction, smaller),
+        *([f"Later, rank {more} ran out of memory, too."] if more else []),
+        *([f"Not predicted: {reason}"] if reason else []),
         "",
-        memory_failure_table(worst, prediction),
-        *([reason] if reason else []),
-        *_prediction_lines(prediction),
-        *(["", next_line(report)] if prediction is None or prediction.fit.fits else []),
+        next_line(
+            *train_commands(folder, smaller),
+            shlex.join(["ptrain", "predict", display_path(folder.resolved)]),
+        ),
     )
     return 0
 
 
-def read_memory_failures(folder: RunFolder) -> list[MemoryFailure]:
-    """Return the records of ranks that ran out of memory, by rank.
+def read_failures(folder: RunFolder) -> list[OutOfMemory]:
+    """Return the records of the ranks that ran out of memory in the last attempt, first one first.
 
     Raises:
-        SpecError: A record is damaged.
+        SpecError: If a record is damaged.
     """
     failures = []
-    for file in sorted(folder.path.glob("logs/rank*.memory.json")):
+    for file in folder.memory_failures():
         try:
-            failures.append(decode(json.loads(file.read_text(encoding="utf-8")), MemoryFailure))
+            failures.append(decode(json.loads(file.read_text(encoding="utf-8")), OutOfMemory))
         except (OSError, ValueError) as error:
-            finding = f"is damaged: {error}"
-            raise input_error(str(file), finding, "Train again to write a new record.") from None
-    return sorted(failures, key=lambda failure: failure.rank)
+            finding = f"{display_path(file)} is damaged: {error}"
+            raise input_error("RUN", finding, "Remove this file.") from None
+    return sorted(failures, key=lambda failure: failure.time)
 
 
-def _predict(folder: RunFolder, failure: MemoryFailure, args: Namespace) -> Prediction:
-    """Return the prediction for the device that ran out of memory, with changes that fit."""
-    size = failure.device_memory
-    words = (f"cluster.device_memory={size}",) if size is not None else ()
-    return predict_spec(str(folder.resolved), words, offer=True, allow_import=args.allow_import)
+def find_smaller(
+    folder: RunFolder, failure: OutOfMemory, prediction: Prediction
+) -> Prediction | None:
+    """Return a prediction whose advice has changes that need less memory than the run.
+
+    If the run was predicted to fit, its peak must fall by the size of the failed allocation: the
+    memory that was available is unknown.
+
+    Args:
+        folder: The run folder.
+        failure: The record of the failure.
+        prediction: The prediction of the run, with advice if it does not fit.
+
+    Returns:
+        The prediction, None if the peak is unknown or smaller than the failed allocation.
+    """
+    fitting = prediction.fit
+    if fitting.fits is False or fitting.peak_bytes is None:
+        return prediction if fitting.peak_bytes is not None else None
+    limit = fitting.peak_bytes - max(failure.requested_bytes or 0, 1)
+    if limit <= 0:
+        return None
+    words = (f"cluster.device_memory={limit}", "cluster.reserve=0")
+    return predict_spec(
+        str(folder.resolved), words, offer=True, allow_import=prediction.allow_import, is_quiet=True
+    )
 
 
-def _prediction_lines(prediction: Prediction | None) -> list[str]:
-    """Return the prediction, the changes with which the spec fits, and the next command."""
-    if prediction is None:
+def explain_failure(folder: RunFolder, prediction: Prediction | None) -> list[str]:
+    """Return the explanation of a run that ran out of memory, its headline first.
+
+    Args:
+        folder: The run folder.
+        prediction: The prediction of the run; None if it could not be predicted.
+
+    Returns:
+        The lines; [] for other runs.
+    """
+    if not (failures := read_failures(folder)):
         return []
-    lines = ["", f"Prediction: {answer_line(prediction)}", *advice_lines(prediction)]
-    if prediction.fit.fits:
-        lines.append(
-            "The prediction fits, so something else used memory: another process on the device, "
-            "code outside the model, or fragments of the allocator (`ptrain predict --reserved`)."
+    smaller = find_smaller(folder, failures[0], prediction) if prediction else None
+    lines = [failure_headline(failures[0]), *failure_lines(failures[0], prediction, smaller)]
+    commands = train_commands(folder, smaller)
+    return [*lines, *(["", "Paste one of these commands:", *commands] if commands else [])]
+
+
+def train_commands(folder: RunFolder, smaller: Prediction | None) -> list[str]:
+    """Return a command for each change that fits, the fastest one first.
+
+    Args:
+        folder: The run folder.
+        smaller: The prediction with the changes, from `find_smaller`.
+    """
+    return [
+        command_line(
+            "train",
+            [display_path(folder.resolved), *variant.overrides],
+            allow_import=smaller.allow_import,
         )
+        for variant in (smaller.advice.variants if smaller else ())
+        if smaller and variant.fit.fits
+    ]
+
+
+def failure_lines(
+    failure: OutOfMemory, prediction: Prediction | None, smaller: Prediction | None
+) -> list[str]:
+    """Return the request, the prediction, the table of live bytes, and the changes that fit.
+
+    Args:
+        failure: The record of the failure.
+        prediction: The prediction of the run; None if it could not be predicted.
+        smaller: The prediction whose advice is offered, from `find_smaller`.
+    """
+    lines = [line for line in (request_line(failure), fragmentation_line(failure)) if line]
+    if prediction is None:
         return lines
-    return [*lines, "", next_line(next_commands(prediction)[0])]
+    lines += [f"Prediction: {answer_line(prediction)}", ""]
+    lines.append(live_table(failure, prediction.derivation.exact))
+    if smaller is None:
+        return [*lines, "", "No change is known: the peak is unknown or below the request."]
+    if smaller is not prediction:
+        usable = memory_text(smaller.fit.usable_memory)
+        lines += [
+            "",
+            f"The run was predicted to fit. These changes keep the predicted peak below {usable},",
+            "the predicted peak without the failed allocation:",
+        ]
+    advice: FitAdvice = smaller.advice
+    return [*lines, *advice_lines(smaller)] if advice.variants else [*lines, "", "No change fits."]
+
+
+def _explain_absence(folder: RunFolder) -> tuple[str, str]:
+    """Return the finding and the remedy for a run without a record of a failed allocation."""
+    name = display_path(folder.path)
+    failed = [str(row.get("error", "")) for row in logged_rows(folder.failures)]
+    report = f"Use `ptrain report {shlex.quote(name)}` to see how it ended."
+    if failed and "SIGKILL" in failed[-1].partition("\n")[0]:
+        finding = (
+            f"{name} has no record: a rank was killed, perhaps by the kernel because the "
+            "host's memory ran out"
+        )
+        return finding, report
+    return f"{name} did not run out of memory", report

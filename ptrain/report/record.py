@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile, zip_longest
+from typing import Any
 
 from ptrain.by_rank import of_ranks
 from ptrain.codec import RARE, encode
@@ -34,6 +35,7 @@ from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.spec import Spec
 from ptrain.units import group_by_key
 from ptrain.version import is_tested
+from ptrain.wording import NotebookOutput, data_frame
 
 PEAK_TOLERANCE = 0.02
 _CHECKED = {
@@ -69,6 +71,21 @@ class Check:
     why: str = ""
     lower: int | None = field(default=None, metadata=RARE)
     counted: str = field(default="", metadata=RARE)
+
+
+class CheckTable(NotebookOutput):
+    """A mixin for values with checks."""
+
+    __slots__ = ()
+    checks: tuple[Check, ...]
+
+    def to_pandas(self) -> Any:
+        """Return the checks as a pandas DataFrame.
+
+        Raises:
+            SpecError: pandas is not installed.
+        """
+        return data_frame([encode(check) for check in self.checks], "to_pandas")
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
@@ -23,7 +24,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count, group_by_key, parse_count
-from ptrain.wording import Worded
+from ptrain.wording import Worded, data_frame
 
 # Largest ratio of estimated to exact bytes and seconds. Candidates this close to a bound are
 # derived, and the exact figure decides. `benchmarks/selection.py` fails if one of its sampled
@@ -385,6 +386,25 @@ class PlacementRanking(Worded):
     by_number: tuple[tuple[int, Ranked], ...] = ()
     demand: Demand | None = None
     asked_margin: float = 0.0
+
+    def to_pandas(self) -> Any:
+        """Return the rows of the ranking as a pandas DataFrame, best row first.
+
+        Raises:
+            SpecError: pandas is not installed.
+        """
+        rows = [
+            {
+                "spec": row.spec.name,
+                "step_seconds": row.seconds,
+                "tokens_per_second": row.tokens_per_second,
+                "mfu": row.mfu,
+                "peak_bytes": row.peak_bytes,
+                "fits": row.memory.fits,
+            }
+            for row in self.ranking
+        ]
+        return data_frame(rows, "PlacementRanking.to_pandas")
 
     @property
     def ranked_by(self) -> SearchGoal:

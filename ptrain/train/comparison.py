@@ -24,7 +24,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
 from ptrain.meters.measure import Measurement
-from ptrain.report.record import Check, verdict_line, verdict_word
+from ptrain.report.record import Check, CheckTable, verdict_line, verdict_word
 from ptrain.report.record import compare_estimates as checks_of
 from ptrain.report.summary import training_summary
 from ptrain.spec.dials import GradientSync, Reshard, UnitKind, UnitSize
@@ -159,7 +159,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(CheckTable):
     """The comparison of a prediction with one rank's measurement.
 
     It iterates over its checks, and prints as the table at the end of a training.

@@ -169,13 +169,17 @@ class RunFolder:
     def failures(self) -> Path:
         return self.path / "failures.jsonl"
 
+    def error(self, rank: int) -> Path:
+        """Return the file to which torch's @record writes the exception of a rank."""
+        return self.path / "logs" / f"rank{rank}.error.json"
+
     def memory_failure(self, rank: int) -> Path:
         """Return the record of a rank that ran out of memory."""
         return self.path / "logs" / f"rank{rank}.memory.json"
 
-    def error(self, rank: int) -> Path:
-        """Return the file to which torch's @record writes the exception of a rank."""
-        return self.path / "logs" / f"rank{rank}.error.json"
+    def memory_failures(self) -> list[Path]:
+        """Return the records of all ranks that ran out of memory."""
+        return sorted(self.path.glob("logs/rank*.memory.json"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

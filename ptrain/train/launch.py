@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -30,9 +31,10 @@ from types import FrameType
 from ptrain.errors import PtrainError, RankFailed, TrainingStopped, VerdictFailed
 from ptrain.files import open_private
 from ptrain.output import standard_output
+from ptrain.report.out_of_memory import is_out_of_memory
 from ptrain.train import environment, rank_start
 from ptrain.train.environment import Rendezvous
-from ptrain.train.folder import RunFolder
+from ptrain.train.folder import RunFolder, display_path
 from ptrain.train.rank_start import die_with_parent
 
 # Exit codes of a deliberate end: done, a verdict, wrong input, a check, SIGINT, SIGTERM. 3 is
@@ -115,6 +117,9 @@ def format_failure(failure: Failure, num_failed: int, *, num_lines: int = 12) ->
         lines.append(
             f"  {num_failed - 1} more failed because of it; their logs are in the same folder"
         )
+    if is_out_of_memory(failure.cause):
+        run = display_path(rank.log.parent.parent)
+        lines.append(f"  remedy: Explain it with `{shlex.join(['ptrain', 'why-oom', run])}`.")
     return "\n".join(lines)
 
 

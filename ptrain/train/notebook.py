@@ -30,13 +30,14 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.train.heading import require_ranks_fit_host
+from ptrain.wording import NotebookOutput, data_frame
 
 _ERRORS = {error.exit_code: error for error in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(NotebookOutput):
     """A finished training: its folder and its result record."""
 
     folder: Path
@@ -47,6 +48,14 @@ class Run:
         """One mapping per row of metrics.jsonl: step, loss, lr, seconds, …"""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
+
+    def to_pandas(self) -> Any:
+        """Return the rows of metrics.jsonl as a pandas DataFrame.
+
+        Raises:
+            SpecError: pandas is not installed.
+        """
+        return data_frame(self.metrics, "Run.to_pandas")
 
     @property
     def heading(self) -> str:

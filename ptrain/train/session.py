@@ -50,6 +50,7 @@ from ptrain.traces.facts import facts_of
 from ptrain.train import environment, manifest, rank_start
 from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
+from ptrain.train.failure_point import FailurePoint, record_out_of_memory
 from ptrain.train.folder import (
     ROOT,
     Claim,
@@ -65,7 +66,6 @@ from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers
 from ptrain.train.loop import train
 from ptrain.train.loop_inputs import Consistency, LoopInputs, Outcome, Probe
 from ptrain.train.options import GUARDED, MakeGuard, Options, StepGuard, require_profiled_steps
-from ptrain.train.out_of_memory import record_memory_failure
 from ptrain.train.saving import CheckpointSaver
 from ptrain.train.tracker import require_trackers, tracker_names
 
@@ -180,6 +180,7 @@ class Session:
         world: The ranks.
         exchange: The exchange of the ranks.
         folder: The run folder.
+        point: The observer for the record of a failed allocation.
         heading: The first printed line; "" until the model is built.
         trackers: The trackers; empty until the training begins, and on all ranks except 0.
     """
@@ -189,6 +190,7 @@ class Session:
     world: World
     exchange: Exchange
     folder: RunFolder
+    point: FailurePoint = field(default_factory=FailurePoint)
     heading: str = ""
     trackers: Trackers = field(default_factory=Trackers)
 
@@ -239,7 +241,8 @@ def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
         exchange.barrier()
         # Pushed last, so it runs first: leaving the group may hang, or this rank be killed there.
         stack.push(_log_failure)
-        return _run_training(session, interrupts, make_guard)
+        with record_out_of_memory(folder, world) as point:
+            return _run_training(replace(session, point=point), interrupts, make_guard)
 
 
 def replace_device(spec: Spec, device: torch.device) -> Spec:
@@ -268,12 +271,12 @@ def _run_training(
 ) -> int:
     """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
-    speaks = world.is_first and not options.json
     text = open_corpus(spec.data)
     require_trainable_data(text, spec)
     if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
+    session.point.observe_program(program)
     placed = replace_device(spec, world.device)
     facts = facts_of(
         placed,
@@ -298,14 +301,15 @@ def _run_training(
         trackers = make_trackers(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)
     with session.trackers:
-        with _make_journal(session, first, bar=speaks and not options.quiet) as journal:
+        with _make_journal(session, first, bar=not (options.json or options.quiet)) as journal:
             record = journal.record_measurement
             probe = Probe(program, folder, first=first, every=options.measure, measured=record)
             resuming = partial(_resume_command, session)
             consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
             guard = make_guard(program, session.exchange, probe.is_measured, resuming)
-            saver = _make_saver(program, session, interrupts, consistency)
+            agree = consistency.require_agreement  # a save hides that replicas differ
+            saver = CheckpointSaver(program, folder.checkpoints, exchange, interrupts, agree)
             parts = LoopInputs(
                 corpus=text,
                 exchange=session.exchange,
@@ -331,18 +335,10 @@ def _run_steps(
     if session.world.is_first:
         with warn_if_unwritable(ROOT / "latest", LOG.warning):
             mark_as_latest(session.folder)
-    with saver, record_memory_failure(program, session.folder):
+    with saver:
         outcome = train(program, parts, first=first)
         saver.finish()
     return outcome
-
-
-def _make_saver(
-    program: Program, session: Session, interrupts: rank_start.Interrupts, consistency: Consistency
-) -> CheckpointSaver:
-    """Return the saver of the checkpoints."""
-    check = consistency.require_agreement  # one copy of a replicated tensor hides a difference
-    return CheckpointSaver(program, session.folder.checkpoints, session.exchange, interrupts, check)
 
 
 def _fingerprint_on_first_rank(

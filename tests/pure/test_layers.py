@@ -97,6 +97,7 @@ LAZY = {
     "ptrain.cli.sample",
     "ptrain.train.tracker",
     "ptrain.charts.canvas",
+    "ptrain.wording",  # pictures, which only notebooks need
     "ptrain.testing",  # torch, in a rank of a test alone
     "ptrain.pytest_plugin",
 }

@@ -28,7 +28,7 @@ from ptrain.internals.dtensor import root_mesh
 from ptrain.interpreter.program import gather
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import Mismatch, MismatchFound, RootCause
-from ptrain.report.record import Check
+from ptrain.report.record import Check, CheckTable
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
 
@@ -562,7 +562,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopVerdict(Verdict):
+class LoopVerdict(Verdict, CheckTable):
     """The verdict of `ptrain.verify`, which prints as a report.
 
     `losses` are those of the reference and of the loop, by step.
