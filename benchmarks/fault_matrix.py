@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from _script import Script, table
 
 from ptrain.train import manifest
+from ptrain.train.launch import STOPPED_FOR
 from tests import jobs
 
 SCRIPT = Script("fault_matrix")
@@ -26,6 +28,8 @@ TORCHRUN = "torch.distributed.run"
 SAVING = (*jobs.TINY, "train.steps=30", "checkpoint.every=10")
 FOREVER = (*jobs.TINY, "train.steps=1000000")
 LIMIT = 4.0  # timeout.step of the jobs with a silent rank, in seconds
+# Seconds within which a job ends: the launcher waits 5 s for a rank that is stopped.
+LIMITS = {"SIGSTOP": STOPPED_FOR + 1, "sleep": LIMIT + 1}
 FLIPS = 200
 # A model whose rank 1 ends in the way that the variable names, in the forward pass of step 5.
 MODEL = """
@@ -148,14 +152,17 @@ def end_by_model(folder: Path, size: int, how: str) -> Try:
     """Let the model of rank 1 raise, exit, crash or sleep."""
     (folder / "faulty.py").write_text(MODEL)
     words = [
-        "train", "zero3", "model={target: 'faulty:build', folder: '.'}", "batch.sequence=32",
+        "train", "zero3", f"model={{target: 'faulty:build', folder: '{folder}'}}",
+        "batch.sequence=32",
         f"batch.global={2 * size}", "batch.micro=1", "log.every=1", "train.steps=50", mesh_of(size),
         f"timeout.step={LIMIT:g}", "--allow-import",
     ]  # fmt: skip
     os.environ["FAULT"] = how
     with jobs.job(words, cwd=folder) as job:
+        job.until("step 2/")
+        ranks = job.ranks()
         job.until("step 4/")
-        ranks, began = job.ranks(), time.monotonic()
+        began = time.monotonic()
         code = job.wait(90)
         seconds = time.monotonic() - began
         left = count_orphans([*ranks.values()])
@@ -305,8 +312,9 @@ def failures(results: dict[str, list[Try]]) -> Iterator[str]:
                      if getattr(one, name) is False]  # fmt: skip
             if wrong or one.orphans:
                 yield f"{key}: not {' or '.join(wrong) or 'without orphans'} {one.note}".rstrip()
-            if "SIGSTOP" in key and (one.seconds or 0) > LIMIT + 1:
-                yield f"{key}: {one.seconds:.1f} s, at most {LIMIT + 1:g}"
+            limit = next((most for text, most in LIMITS.items() if text in key), math.inf)
+            if (one.seconds or 0.0) > limit:
+                yield f"{key}: {one.seconds:.1f} s, at most {limit:g}"
 
 
 def main() -> int:
