@@ -130,7 +130,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
             "satisfies micro=7: batch.micro can be 1, 2, 4",
         ),
         (
-            ["llama3-8b", "--cluster", "h100-8", "--where", "prefetch=3"],
+            ["llama3-8b", "--cluster", "h100-8", "--devices", "2", "--where", "prefetch=3"],
             "satisfies prefetch=3: prefetch can be 0, 1",
         ),
         (
