@@ -64,6 +64,11 @@ class Failure:
     is_victim: bool = False
 
 
+def has_timed_out(failure: Failure) -> bool:
+    """Return True if a rank failed because another one did not respond within a limit."""
+    return failure.is_victim and "timed out" in failure.cause.lower()
+
+
 def find_failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
     """Return all failures, in the order in which they were noticed.
 
@@ -94,10 +99,9 @@ def select_root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Fa
         named = Counter(
             int(rank) for victim in failures for rank in _AWAITED_RANK.findall(victim.cause)
         )
-        silent = max(living, key=lambda rank: named[rank.rank])
-        return Failure(
-            rank=silent, cause=(f"does not respond; rank {others} timed out waiting for it")
-        )
+        silent = max(living, key=lambda rank: (rank.stopped is not None, named[rank.rank]))
+        cause = "does not respond" if silent.stopped is None else "was stopped (SIGSTOP)"
+        return Failure(rank=silent, cause=f"{cause}; rank {others} timed out waiting for it")
     return failures[0]
 
 
@@ -209,6 +213,7 @@ class Rank:
         code: The exit code, or minus the signal that ended it. None: it runs.
         stopped: The time (monotonic) at which it was first seen stopped. None: it is not.
         ended: The time at which its end was noticed.
+        is_hung: True if the other ranks timed out waiting for it.
         has: Its part of the model, such as `stage 1`, if ranks differ.
     """
 
@@ -219,6 +224,7 @@ class Rank:
     code: int | None = None
     stopped: float | None = None
     ended: float = field(default=0.0)
+    is_hung: bool = False
     has: str = ""
 
     def __str__(self) -> str:
@@ -291,15 +297,15 @@ def start_ranks(
 def end_ranks(ranks: Sequence[Rank], grace: float = 3.0) -> None:
     """End all ranks and wait for them.
 
-    Stopped ranks are killed, because they would continue to train when woken. The others get
-    SIGTERM, and SIGKILL after the grace period.
+    Stopped ranks are killed, because they would continue to train when woken, and so are hung
+    ones. The others get SIGTERM, and SIGKILL after the grace period.
 
     Args:
         ranks: The ranks.
         grace: The seconds between the two signals.
     """
     for rank in ranks:
-        rank.send_signals(signal.SIGKILL if rank.stopped else signal.SIGTERM)
+        rank.send_signals(signal.SIGKILL if rank.stopped or rank.is_hung else signal.SIGTERM)
     wait_for_ranks(ranks, grace)
     for rank in ranks:
         rank.send_signals(signal.SIGKILL)
@@ -550,14 +556,18 @@ def _raise_root_cause(ranks: Sequence[Rank]) -> int:
         living = [rank for rank in ranks if rank.is_running]
         orderly = [rank for rank in ranks if rank.code and rank.code in ORDERLY]
         certain = not all(suspect.is_victim for suspect in failures) or orderly
-        if certain or not living or time.monotonic() > deadline:
+        # All others have timed out, so the last one will not show another cause.
+        is_hung = len(living) == 1 and all(map(has_timed_out, failures))
+        if certain or is_hung or not living or time.monotonic() > deadline:
             break
     if not certain and living:
         _request_stacks(living)
     if orderly and all(suspect.is_victim for suspect in failures):
         _raise_reported(orderly)
         return orderly[0].code or 0
-    raise RankFailed(format_failure(select_root_cause(failures, living), len(failures)))
+    root_cause = select_root_cause(failures, living)
+    root_cause.rank.is_hung = root_cause.rank.is_running
+    raise RankFailed(format_failure(root_cause, len(failures)))
 
 
 def _request_stacks(living: Sequence[Rank]) -> None:

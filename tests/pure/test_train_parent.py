@@ -216,6 +216,16 @@ def test_a_live_silent_rank_is_blamed_for_the_ranks_that_wait_for_it(tmp_path):
     assert launch.select_root_cause(found, [silent]).rank is silent
 
 
+def test_a_stopped_rank_is_blamed_before_another_silent_one(tmp_path):
+    waiting = rank(0, 3, said="RuntimeError: Timed out waiting 4000ms", tmp_path=tmp_path)
+    silent, stopped = rank(1, None, tmp_path=tmp_path), rank(2, None, tmp_path=tmp_path)
+    stopped.stopped = time.monotonic()
+    found = launch.find_failures([waiting, silent, stopped], time.monotonic())
+    assert all(map(launch.has_timed_out, found))
+    blamed = launch.select_root_cause(found, [silent, stopped])
+    assert blamed.rank is stopped and "was stopped (SIGSTOP)" in blamed.cause
+
+
 def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
     told = (
         "RankFailed: stage 3: waiting for rank 2 (stage 2) to send micro-batch 5: Timed out waiting"
