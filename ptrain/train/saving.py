@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from ptrain.errors import SpecError, input_error
+from ptrain.errors import PtrainError, RankFailed, SpecError, input_error
 from ptrain.files import missing_space
 from ptrain.interpreter.program import Program
 from ptrain.train import finite, manifest
@@ -42,7 +42,6 @@ from ptrain.train.rank_start import Interrupts
 from ptrain.units import leaves
 
 METADATA = ".metadata"  # torch's file with the index of the tensors
-_LAST_SECONDS = 10.0  # to wait for the last save if the training failed: its ranks may be lost
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # torch's file names; the first number is the rank
 
 
@@ -314,15 +313,15 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Release the thread and the copies. After an error, wait for a few seconds only."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Release the thread. Wait for it, unless a rank is lost that it would wait for."""
         if self._stager is None:
             return
-        if self._writing is not None:
-            wait([self._writing], _LAST_SECONDS)
-        is_done = self.is_idle
-        self._thread.shutdown(wait=is_done)
-        if is_done:  # a thread that waits for a lost rank still uses its exchange
+        is_lost = isinstance(error, RankFailed) or not isinstance(error, PtrainError | None)
+        if self._writing is not None and not is_lost:
+            wait([self._writing])
+        self._thread.shutdown(wait=self.is_idle)
+        if self.is_idle:  # the thread uses its exchange
             self._of_thread.close()
 
     def _write(self, pending: PendingCheckpoint, exchange: Exchange) -> None:
