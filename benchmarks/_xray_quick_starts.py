@@ -1,4 +1,7 @@
-"""Loops after the quick starts of libraries that configure the placement elsewhere. Usage: quick.py LIBRARY [OPTION]."""
+"""Loops after the quick starts of libraries that configure the placement themselves.
+
+Usage: _xray_quick_starts.py LIBRARY OPTION.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ def train_deepspeed(stage: str) -> None:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": int(stage),
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 2048,  # elements; the default is larger than the model
+        },
     }
     model = build_model()
     deepspeed.init_distributed("gloo")
@@ -57,19 +64,11 @@ def train_deepspeed(stage: str) -> None:
 
 
 def train_accelerate(option: str) -> None:
-    """Train with DDP or FSDP2 by accelerate's quicktour, with `accumulate` in the second option."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """Train with accelerate, after its quicktour; `accumulate` has two micro-batches."""
+    from accelerate import Accelerator
 
-    plugin = None
-    if option == "fsdp2":
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            reshard_after_forward=True,
-        )
     steps = 2 if option == "accumulate" else 1
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=steps)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters())
     data = build_data(steps * int(os.environ["WORLD_SIZE"]))
@@ -139,7 +138,9 @@ def train_torch(option: str) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
         strategy = ShardingStrategy[option.upper()]
-        model = FullyShardedDataParallel(model, sharding_strategy=strategy, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            model, sharding_strategy=strategy, device_id=torch.device("cpu")
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -65,7 +65,9 @@ def check_out(case: dict[str, Any], cache: Path, folder: Path) -> Path:
         repository.mkdir()
         url = f"https://github.com/{case['source']}"
         subprocess.run([*git, "init", "--quiet"], check=True)
-        subprocess.run([*git, "fetch", "--quiet", "--depth", "1", url, source["commit"]], check=True)
+        subprocess.run(
+            [*git, "fetch", "--quiet", "--depth", "1", url, source["commit"]], check=True
+        )
     packed = subprocess.run(
         [*git, "archive", source["commit"], *source["paths"]], check=True, capture_output=True
     ).stdout
@@ -99,7 +101,8 @@ def run_case(case: dict[str, Any], cache: Path) -> dict[str, Any]:
         paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
-            **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
             "PYTHONPATH": os.pathsep.join(paths),
         }
         cwd = script.parent if "source" in case else folder
@@ -152,7 +155,12 @@ def case_row(case: dict[str, Any], outcome: Outcome) -> str:
     remarks = [*outcome.differences, *(f"missed: {code}" for code in outcome.missed)]
     traps = ", ".join(outcome.traps) or "–"
     return table_row(
-        case["name"], case["ranks"], shown, *counts, traps, "; ".join(remarks + outcome.wrong) or "–"
+        case["name"],
+        case["ranks"],
+        shown,
+        *counts,
+        traps,
+        "; ".join(remarks + outcome.wrong) or "–",
     )
 
 
