@@ -1,7 +1,7 @@
 """Start a script that is written for GPUs on CPUs: replace the device, nothing else.
 
-Usage: _xray_driver.py SCRIPT [ARGUMENT ...]. Every device becomes the CPU, NCCL becomes gloo, pinned
-memory is plain memory, and packages that only load CUDA kernels or log to a service are empty.
+Usage: _xray_driver.py SCRIPT [ARGUMENT ...]. Every device becomes the CPU, NCCL becomes gloo, and
+pinned memory is plain memory. Packages of CUDA kernels and of logging are empty.
 """
 
 from __future__ import annotations
