@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56030,
+    "ptrain": 56040,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -56,7 +56,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/traces": 2200,
     "ptrain/train": 3450,
     "ptrain/verification": 6120,
-    "ptrain/xray": 1000,
+    "ptrain/xray": 1020,
 }
 ONE_IMPORTER = 49  # modules that exactly one other imports
 SMALL_MODULES = 35  # modules with fewer lines than SMALL

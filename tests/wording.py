@@ -373,7 +373,7 @@ COMMENTS: dict[str, int] = {
     "ptrain/traces": 28,
     "ptrain/train": 35,
     "ptrain/verification": 32,
-    "ptrain/xray": 20,
+    "ptrain/xray": 21,
 }
 # end
 

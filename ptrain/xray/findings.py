@@ -114,8 +114,12 @@ def _name_list(sizes: dict[str, int]) -> str:
 
 def _find_gathered_units(job: Inference) -> Iterator[Finding]:
     """Yield a finding on units of FSDP2 that stay all-gathered between forward and backward."""
+    stored, gathered = job.dtype_of(State.PARAMETERS), job.moved_dtype(State.PARAMETERS)
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    # Full parameters are kept in the dtype in which they are all-gathered.
+    ratio = sizes.get(gathered, 4) / sizes.get(stored, 4)
     kept = {
-        in_any_block(unit.path) or "the root": unit.nbytes * len(unit.ranks)
+        in_any_block(unit.path) or "the root": int(unit.nbytes * len(unit.ranks) * ratio)
         for seen in job.observations
         for unit in seen.wrappers
         if unit.kind == FSDP2 and unit.reshards is False and unit.nbytes

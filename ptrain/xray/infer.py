@@ -267,7 +267,15 @@ class Inference:
         is_gathered = any(c.state is State.PARAMETERS and c.phase in _PASSES for c in exact)
         is_split = parameters.sharded_bytes or parameters.differing or parameters.absent
         if pairs and is_split and not parameters.equal and not is_gathered:
-            return "pipeline"
+            # Replicas that diverge in a ring of sends are no stages: all their names are equal.
+            senders = {
+                seen.rank
+                for seen in self.observations
+                if any(c.phase is Phase.FORWARD and c.collective is _PAIRS[0] for c in seen.calls)
+            }
+            is_ring = len(senders) == len(self.observations)
+            has_stages = parameters.absent or parameters.sharded_bytes or not is_ring
+            return "pipeline" if has_stages else UNKNOWN
         if Collective.ALL_TO_ALL in exchanged and is_split and parameters.equal and not is_gathered:
             return "expert"
         if exchanged and is_split and not is_gathered:
@@ -313,6 +321,9 @@ class Inference:
         if held is None or held.pending or axis.parameters == UNKNOWN:
             return UNKNOWN
         is_sharded = axis.parameters != "R"
+        if not (is_sharded or held.sharded_bytes or held.absent) and held.flat:
+            # The optimizer receives partitions, but the rank may hold full gradients as well.
+            return UNKNOWN if self._holds_full_gradients() else "S"
         if held.sharded_bytes or held.absent or held.flat or (held.differing and is_sharded):
             return "S"
         if held.is_empty:  # zeros, for example: only the reduction is evidence
@@ -320,6 +331,19 @@ class Inference:
             is_full = {call.collective for call in calls} == {Collective.ALL_REDUCE}
             return "R" if is_full and not is_sharded else UNKNOWN
         return UNKNOWN if held.differing else "R"
+
+    def _holds_full_gradients(self) -> bool:
+        """Return True if a rank has room for full gradients in its memory of gradients."""
+        for seen in self.observations:
+            trained = sum(
+                tensor.nbytes
+                for tensor in seen.tensors
+                if tensor.state is State.PARAMETERS and tensor.is_trained and not tensor.key
+            )
+            held = sum(row.device_bytes for row in seen.memory if row.state is State.GRADIENTS)
+            if held >= trained:
+                return True
+        return False
 
     def _activation_mode(self, axis: MeshAxis) -> str:
         """Return the mode of the activations on an axis."""

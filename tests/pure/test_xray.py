@@ -15,7 +15,7 @@ from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import main
 from ptrain.cli.xray import infer_xray
 from ptrain.codec import decode, encode
-from ptrain.cost import Collective, Phase, State
+from ptrain.cost import Collective, Footprint, Phase, State
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 from ptrain.xray.findings import compare_with_spec
@@ -157,6 +157,25 @@ def test_sends_between_ranks_with_different_weights_are_a_pipeline():
         )
 
     assert modes(of_all(rank)) == [("world", "pipeline", "S", "S", "S", "R")]
+
+
+def test_replicas_that_diverge_in_a_ring_of_sends_are_not_called_a_pipeline():
+    send = call((0, 1), Collective.SEND, State.ACTIVATIONS, FORWARD)
+    job = of_all(lambda rank: rank_of(rank, tensors=tensors(f"{rank}"), calls=(send,)))
+    assert modes(job) == [("world", *["unknown"] * 5)]
+
+
+@pytest.mark.parametrize(("held", "mode"), [(32, "S"), (64, "unknown")])
+def test_flat_gradients_are_sharded_unless_full_ones_may_be_held(held, mode):
+    def rank(number: int) -> Observation:
+        weight = tensors()[:1]
+        flat = TensorFact(
+            state=State.GRADIENTS, name="optimizer.0.0", nbytes=32, digest=f"{number}"
+        )
+        memory = (Footprint(state=State.GRADIENTS, rank=number, device_bytes=held),)
+        return ddp(number, tensors=(*weight, flat), memory=memory)
+
+    assert [axis.gradients for axis in of_all(rank).axes] == [mode]
 
 
 def test_exchanged_tokens_with_equal_weights_are_context_parallelism():
@@ -321,10 +340,12 @@ def test_replicated_optimizer_state_of_sharded_parameters_is_named():
     assert codes(rank(0), rank(1)) == ["optimizer-replicated"]
 
 
-def test_a_unit_that_stays_gathered_is_named_with_its_bytes():
+@pytest.mark.parametrize(("gathered", "size"), [("float32", 64), ("bfloat16", 32)])
+def test_a_unit_that_stays_gathered_is_named_with_its_bytes(gathered, size):
     unit = WrapperFact(kind="FSDP2", ranks=(0, 1), nbytes=32, reshards=False)
-    (finding,) = infer_xray([sharded(rank, wrappers=(unit,)) for rank in range(2)]).findings
-    assert "64 B stay all-gathered" in finding.text
+    ranks = [sharded(rank, gathered, wrappers=(unit,)) for rank in range(2)]
+    (finding,) = infer_xray(ranks).findings
+    assert f"{size} B stay all-gathered" in finding.text
 
 
 def test_a_job_equals_the_spec_of_its_placement_and_differs_from_others():
