@@ -18,6 +18,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.optimizers.update import saved_bytes
+from ptrain.runtime.queue import keep_freed_memory
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.traces.facts import facts_of
@@ -54,6 +55,7 @@ def measure_rank(rank: int, port: int, folder: str, results: Any) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     world = World.join(spec_of("true").timeout)
+    keep_freed_memory()  # as `ptrain train` does on CPUs
     exchange = Exchange(world)
     programs = {mode: interpret(spec_of(mode), world=world) for mode in MODES}
     savers = {

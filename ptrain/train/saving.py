@@ -270,13 +270,14 @@ class CheckpointSaver:
         self._program, self._parent, self._check = program, parent, check
         self._exchange, self._interrupts = exchange, interrupts
         self._writing: Future[None] | None = None
-        self._stager: BlockingAsyncStager | None = None
+        self._copy_state: Callable[[dict[str, Any]], Any] | None = None
         if program.spec.checkpoint.background:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._of_thread = Exchange(program.world)  # only the thread uses it
-            # A cache has pinned memory, which needs a GPU. DefaultStager fails in torch 2.11.
+            # It copies to pinned memory, which needs a GPU. DefaultStager fails in torch 2.11.
             has_gpu = program.world.device.type == "cuda"
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=has_gpu)
+            stager = BlockingAsyncStager(cache_staged_state_dict=True) if has_gpu else None
+            self._copy_state = stager.stage if stager else _clone_state
 
     def save(self, step: int) -> None:
         """Save a checkpoint. In the background, return when the state is copied.
@@ -293,10 +294,10 @@ class CheckpointSaver:
         pending = begin_save(self._program, self._parent, step, self._exchange)
         if pending is None:
             LOG.info("checkpoint  %s", display_path(self._parent / manifest.folder_name(step)))
-        elif self._stager is None:
+        elif self._copy_state is None:
             self._write(pending, self._exchange)
         else:
-            copied = replace(pending, state=self._stager.stage(pending.state))
+            copied = replace(pending, state=self._copy_state(pending.state))
             self._writing = self._thread.submit(self._write, copied, self._of_thread)
             self._writing.add_done_callback(self._stop_if_failed)
 
@@ -315,7 +316,7 @@ class CheckpointSaver:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release the thread. Wait for it, unless a rank is lost that it would wait for."""
-        if self._stager is None:
+        if self._copy_state is None:
             return
         is_lost = isinstance(error, RankFailed) or not isinstance(error, PtrainError | None)
         if self._writing is not None and not is_lost:
@@ -335,3 +336,12 @@ class CheckpointSaver:
         """Make all ranks stop after the current step, where `save` raises the error."""
         if writing.exception() is not None:
             self._interrupts.received.add(signal.SIGTERM)  # the ranks agree on signals
+
+
+@torch.no_grad()
+def _clone_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of tensors in nested dictionaries."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else _clone_state(value)
+        for key, value in state.items()
+    }
