@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56040,
+    "ptrain": 56070,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1040,
     "ptrain/charts": 1340,
-    "ptrain/cli": 2630,
+    "ptrain/cli": 2650,
     "ptrain/convert": 450,
     "ptrain/data": 1180,
     "ptrain/derivation": 5050,

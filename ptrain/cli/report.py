@@ -19,6 +19,7 @@ from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import predict_spec
 from ptrain.cli.why_oom import explain_failure
 from ptrain.errors import PtrainError, input_error
+from ptrain.report.predict import Prediction
 from ptrain.report.recorded import decode_record
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.spec.load import split_arguments
@@ -97,7 +98,7 @@ def _read_run(source: str, args: Namespace) -> PageSubject:
         torch=record["versions"]["torch"] if record else "",
         rows=logged_rows(folder.metrics),
         failures=[row for row in logged_rows(folder.failures) if str(row.get("error", "")).strip()],
-        out_of_memory=explain_failure(folder, prediction),
+        out_of_memory=_explain_failure(folder, prediction),
         steps=prediction.spec.train.steps if prediction else 0,
         checkpoints=saved,
         resume=command_line("train", [display_path(folder.resolved), "--resume", name])
@@ -105,6 +106,14 @@ def _read_run(source: str, args: Namespace) -> PageSubject:
         else "",
     )
     return _add_simulation(subject, args) if args.simulate and prediction else subject
+
+
+def _explain_failure(folder: RunFolder, prediction: Prediction | None) -> list[str]:
+    """Return the explanation of a run that ran out of memory, or why its record is unreadable."""
+    try:
+        return explain_failure(folder, prediction)
+    except PtrainError as error:
+        return [str(error)]
 
 
 def _read_record(folder: RunFolder, source: str) -> dict[str, Any] | None:

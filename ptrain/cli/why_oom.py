@@ -86,8 +86,8 @@ def find_smaller(
 ) -> Prediction | None:
     """Return a prediction whose advice has changes that need less memory than the run.
 
-    If the run was predicted to fit, its peak must fall by the size of the failed allocation: the
-    memory that was available is unknown.
+    If the run was predicted to fit, its peak must fall by the size of the failed allocation, and
+    below the memory that the rank had, if its allocator counted it.
 
     Args:
         folder: The run folder.
@@ -101,6 +101,8 @@ def find_smaller(
     if fitting.fits is False or fitting.peak_bytes is None:
         return prediction if fitting.peak_bytes is not None else None
     limit = fitting.peak_bytes - max(failure.requested_bytes or 0, 1)
+    if failure.reserved_bytes is not None and failure.free_bytes is not None:
+        limit = min(limit, failure.reserved_bytes + failure.free_bytes)
     if limit <= 0:
         return None
     words = (f"cluster.device_memory={limit}", "cluster.reserve=0")

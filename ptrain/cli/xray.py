@@ -8,6 +8,7 @@ the job's, 128 + N if signal N ended it; 2 if the job succeeded but could not be
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +49,8 @@ def run(args: Namespace) -> int:
         raise input_error(
             "--first", "must be 2 or more: the first step allocates", "Use --first 3."
         )
+    if args.out and not args.out.absolute().parent.is_dir():
+        raise input_error("--out", f"{args.out.parent} is no folder", "Use an existing folder.")
     spec = load(args.config).spec if args.config else None
     with temporary_folder() as folder:
         environment = job_environment(folder, args.first)
@@ -56,7 +59,7 @@ def run(args: Namespace) -> int:
             while process.poll() is None:
                 time.sleep(_POLL)
                 if not printed and _is_complete(observations := read_observations(folder)):
-                    _print_xray(observations, spec, args)
+                    _try_to_print(observations, spec, args)
                     printed = True
                     if args.stop:
                         return 0
@@ -84,11 +87,15 @@ def _running_job(
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, raise_interrupt)
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, raise_interrupt) for number in ends]
     try:
         try:
             process = subprocess.Popen(
-                command, env=environment, stdout=sys.stderr if to_stderr else None
+                command,
+                env=environment,
+                stdout=sys.stderr if to_stderr else None,
+                start_new_session=True,  # so that a launcher's processes end with it
             )
         except OSError as error:
             text = f"cannot start {command[0]}: {error.strerror}"
@@ -98,18 +105,22 @@ def _running_job(
         finally:
             _end_job(process)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _end_job(process: subprocess.Popen[bytes]) -> None:
-    """End the job if it runs: torchrun passes SIGTERM on to its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    """End all processes of the job's session if it runs."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def read_observations(folder: Path) -> list[Observation]:
@@ -148,6 +159,14 @@ def _observation_error(folder: Path, args: Namespace, code: int) -> PtrainError:
     error = PtrainError(f"xray: {text}\n  remedy: {remedy}")
     error.exit_code = code or error.exit_code
     return error
+
+
+def _try_to_print(observations: list[Observation], spec: Spec | None, args: Namespace) -> None:
+    """Print the X-ray while the job runs, or an error, which does not end the job."""
+    try:
+        _print_xray(observations, spec, args)
+    except (PtrainError, OSError) as error:
+        print(f"xray: not printed: {error}", file=sys.stderr)
 
 
 def _print_xray(observations: list[Observation], spec: Spec | None, args: Namespace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -439,6 +439,20 @@ def _moved_state(
     return State.ACTIVATIONS if is_passing else State.OTHER
 
 
+def _hook_updates(hook: Callable[..., None]) -> Callable[[], None]:
+    """Call a hook before each update that is not compiled, and return the function to remove it.
+
+    Dynamo traces the hooks of a compiled `optimizer.step`, and the X-ray's would fail in it.
+    """
+
+    def run(*arguments: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            hook(*arguments)
+
+    remove: Callable[[], None] = register_optimizer_step_pre_hook(run).remove
+    return remove
+
+
 class CopyFinder(RoleFinder):
     """The role finder that follows copies only, to attribute collectives.
 
@@ -446,7 +460,7 @@ class CopyFinder(RoleFinder):
     """
 
     def _hook_updates(self) -> None:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(_hook_updates(self._before_update))
 
     def storage_number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage."""
@@ -519,7 +533,7 @@ class JobWatch:
 
         for context in (memory, watch):
             self._stack.enter_context(context)
-        self._stack.callback(register_optimizer_step_pre_hook(before_update).remove)
+        self._stack.callback(_hook_updates(before_update))
 
         def keep_facts() -> None:
             first = next(iter(watch.forwards), "")
