@@ -1,11 +1,13 @@
-"""The dispatcher: dispatch modes, and the names of all operators."""
+"""The dispatcher: dispatch modes, the names of all operators, and hooks of eager updates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,3 +33,17 @@ def disable_modes() -> AbstractContextManager[Any]:
 def operator_names() -> list[str]:
     """Return the full names of all operators, such as `aten::add.Tensor`, sorted."""
     return sorted(torch._C._dispatch_get_all_op_names())
+
+
+def hook_eager_updates(hook: Callable[..., None]) -> Callable[[], None]:
+    """Call a hook before each update that is not compiled, and return the function to remove it.
+
+    Dynamo traces the hooks of a compiled `optimizer.step`, and the X-ray's would fail in it.
+    """
+
+    def call_hook(*arguments: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            hook(*arguments)
+
+    remove: Callable[[], None] = register_optimizer_step_pre_hook(call_hook).remove
+    return remove

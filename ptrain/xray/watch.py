@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ptrain.codec import encode
@@ -31,6 +30,7 @@ from ptrain.cost import Collective, Phase, State
 from ptrain.files import write_json
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import is_in_backward
+from ptrain.internals.dispatch import hook_eager_updates
 from ptrain.internals.fsdp1 import flat_shard
 from ptrain.internals.fsdp2 import parameter_groups, policies
 from ptrain.internals.part import replace_attributes
@@ -439,20 +439,6 @@ def _moved_state(
     return State.ACTIVATIONS if is_passing else State.OTHER
 
 
-def _hook_updates(hook: Callable[..., None]) -> Callable[[], None]:
-    """Call a hook before each update that is not compiled, and return the function to remove it.
-
-    Dynamo traces the hooks of a compiled `optimizer.step`, and the X-ray's would fail in it.
-    """
-
-    def run(*arguments: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            hook(*arguments)
-
-    remove: Callable[[], None] = register_optimizer_step_pre_hook(run).remove
-    return remove
-
-
 class CopyFinder(RoleFinder):
     """The role finder that follows copies only, to attribute collectives.
 
@@ -460,7 +446,7 @@ class CopyFinder(RoleFinder):
     """
 
     def _hook_updates(self) -> None:
-        self._stack.callback(_hook_updates(self._before_update))
+        self._stack.callback(hook_eager_updates(self._before_update))
 
     def storage_number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage."""
@@ -533,7 +519,7 @@ class JobWatch:
 
         for context in (memory, watch):
             self._stack.enter_context(context)
-        self._stack.callback(_hook_updates(before_update))
+        self._stack.callback(hook_eager_updates(before_update))
 
         def keep_facts() -> None:
             first = next(iter(watch.forwards), "")
