@@ -322,7 +322,12 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=5, help="tries of each fault (default 5)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the jobs")
     parser.add_argument("--only", help="faults whose name contains this text")
-    parser.add_argument("--work", type=Path, required=True, help="a file that keeps what was run")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="file of the finished tries",
+    )
     args = parser.parse_args()
     head = SCRIPT.head()
     known = json.loads(args.work.read_text()) if args.work.exists() else {}

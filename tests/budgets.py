@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56070,
+    "ptrain": 56080,
     "ptrain/activations": 430,
     "ptrain/algebra": 170,
     "ptrain/axes": 160,
@@ -54,9 +54,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/spec": 4760,
     "ptrain/steps": 470,
     "ptrain/traces": 2200,
-    "ptrain/train": 3450,
+    "ptrain/train": 3460,
     "ptrain/verification": 6120,
-    "ptrain/xray": 1020,
+    "ptrain/xray": 1010,
 }
 ONE_IMPORTER = 49  # modules that exactly one other imports
 SMALL_MODULES = 35  # modules with fewer lines than SMALL

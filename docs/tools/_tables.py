@@ -140,9 +140,9 @@ def config_keys(tool: str) -> str:
     by_answer: dict[str, list[str]] = {}
     for key, answers in _data(HINTS)["keys"][tool].items():
         texts = answers.values() if isinstance(answers, dict) else (answers,)
-        # Values in braces are those of other keys of the file.
-        said = [text for text in map(shared_answer, texts) if not re.search(r"\{[\w.]+\}", text)]
-        matches = [match.groups() for match in map(_ANSWER.fullmatch, said) if match]
+        # Braces stand for the value of another key of the file.
+        fixed = [text for text in map(shared_answer, texts) if not re.search(r"\{[\w.]+\}", text)]
+        matches = [match.groups() for match in map(_ANSWER.fullmatch, fixed) if match]
         values: dict[str, list[str]] = {}
         for ours, value in dict.fromkeys(matches):
             values.setdefault(ours, []).append(value)

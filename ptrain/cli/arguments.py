@@ -127,6 +127,10 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
     options = tuple(option_names(verb))
+    if "-- COMMAND" in " ".join(COMMANDS[verb].usage) and not closest_word(
+        name, options, cutoff=NEAR
+    ):
+        return f"Write the command of the job after `--`: `ptrain {verb} -- COMMAND`."
     # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
     if near := closest_word(name, options, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"

@@ -6,17 +6,15 @@ The sizes and digests are those of each checkpoint's manifest. This module impor
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError
 from ptrain.report.screen import command_line, next_line, print_screen
-from ptrain.report.table import Importance, TableColumn, name_column, render_table
+from ptrain.report.table import Importance, TableColumn, name_column, render_table, text_or_dash
 from ptrain.train import manifest
 from ptrain.train.folder import display_path, require_run
 from ptrain.units import format_bytes
@@ -110,16 +108,11 @@ def _examine_checkpoint(path: Path, *, verifies: bool) -> SavedStep | None:
     )
 
 
-def _format_or_dash(value: float | None, text_of: Callable[[Any], str]) -> str:
-    """Return a figure as text, or a dash if it is unknown."""
-    return "–" if value is None else text_of(value)
-
-
 def _checkpoint_table(rows: list[SavedStep]) -> str:
     """Return the table of the checkpoints, newest first."""
     times = [row.time and datetime.fromisoformat(row.time).astimezone() for row in rows]
-    tensors = [_format_or_dash(row.tensor_bytes, format_bytes) for row in rows]
-    seconds = [_format_or_dash(row.seconds, "{:.2f}".format) for row in rows]
+    tensors = [text_or_dash(row.tensor_bytes, format_bytes) for row in rows]
+    seconds = [text_or_dash(row.seconds, "{:.2f}".format) for row in rows]
     saved = [f"{time:%Y-%m-%d %H:%M:%S}" if time else "–" for time in times]
     return render_table(
         [

@@ -206,8 +206,8 @@ def convert_arguments(args: Namespace) -> None:
         args.arguments += devices
         args.devices, devices = None, []
         if args.verb != "convert":
-            said = f"{source} ({conversion.tool['title']}): {_summary_line(conversion.outcomes)}"
-            print_lines(f"{said}. `ptrain convert {source}` lists them.", stream=sys.stderr)
+            line = f"{source} ({conversion.tool['title']}): {_summary_line(conversion.outcomes)}"
+            print_lines(f"{line}. `ptrain convert {source}` lists them.", stream=sys.stderr)
     if args.devices is not None and args.verb not in ("predict", "select"):
         finding = "needs a config of another tool; the number of ranks of a SPEC is its mesh"
         raise input_error("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
@@ -341,7 +341,7 @@ class _Writer:
         self.outcomes.append(KeyOutcome(key, self.flat.get(route), outcome, setting, note))
 
     def _is_usual(self, key: str, route: Route, value: object) -> bool:
-        """Return True if a value is that of a file without the key: 0, or an option of a model."""
+        """Return True if a file without the key has this value: 0, or the option of a model."""
         is_option = route[0] == "model" and route[-1] not in SIZES
         is_equal = self.flat[route] == self.usual.get(route) and (value == 0 or is_option)
         return is_equal and value is not False and key not in self.tool.get("defaults", {})

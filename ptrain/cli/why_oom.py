@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
+from math import inf
 from pathlib import Path
 
 from ptrain.charts.figures import logged_rows
@@ -86,8 +87,8 @@ def find_smaller(
 ) -> Prediction | None:
     """Return a prediction whose advice has changes that need less memory than the run.
 
-    If the run was predicted to fit, its peak must fall by the size of the failed allocation, and
-    below the memory that the rank had, if its allocator counted it.
+    If the run was predicted to fit, its peak must fall by the size of the failed allocation. It
+    must also be below the memory that the rank had, if its allocator counted it.
 
     Args:
         folder: The run folder.
@@ -97,12 +98,15 @@ def find_smaller(
     Returns:
         The prediction, None if the peak is unknown or smaller than the failed allocation.
     """
-    fitting = prediction.fit
-    if fitting.fits is False or fitting.peak_bytes is None:
-        return prediction if fitting.peak_bytes is not None else None
-    limit = fitting.peak_bytes - max(failure.requested_bytes or 0, 1)
+    fitting, limit = prediction.fit, inf
+    if fitting.peak_bytes is None:
+        return None
+    if fitting.fits is not False:
+        limit = fitting.peak_bytes - max(failure.requested_bytes or 0, 1)
     if failure.reserved_bytes is not None and failure.free_bytes is not None:
         limit = min(limit, failure.reserved_bytes + failure.free_bytes)
+    if limit >= (fitting.usable_memory or inf):
+        return prediction
     if limit <= 0:
         return None
     words = (f"cluster.device_memory={limit}", "cluster.reserve=0")
@@ -168,8 +172,8 @@ def failure_lines(
         usable = memory_text(smaller.fit.usable_memory)
         lines += [
             "",
-            f"The run was predicted to fit. These changes keep the predicted peak below {usable},",
-            "the predicted peak without the failed allocation:",
+            f"These changes keep the predicted peak below {usable}: less than the memory that the",
+            "rank had, if it is known, and than the predicted peak without the failed allocation.",
         ]
     advice: FitAdvice = smaller.advice
     return [*lines, *advice_lines(smaller)] if advice.variants else [*lines, "", "No change fits."]

@@ -29,6 +29,7 @@ from ptrain.files import temporary_folder, write_text
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.units import with_noun
 from ptrain.xray.findings import compare_with_spec, find_traps, spec_skeleton
 from ptrain.xray.hook import WATCHED, job_environment
 from ptrain.xray.infer import Inference
@@ -140,7 +141,7 @@ def _observation_error(folder: Path, args: Namespace, code: int) -> PtrainError:
     last = args.first + WATCHED - 1
     errors = [status["error"] for status in statuses if status["error"]]
     if code:
-        text = f"the job failed with exit code {code} after {steps} optimizer steps"
+        text = f"the job failed with exit code {code} after {with_noun(steps, 'optimizer step')}"
         remedy = f"Fix the job's error, printed above. Or run it alone: {shlex.join(args.command)}"
     elif not statuses:
         text = "no Python process of the job imported torch"
@@ -199,7 +200,7 @@ def infer_xray(
     text, reason = spec_skeleton(job)
     result = XRay(job=job, findings=find_traps(job), spec=text, no_spec=reason)
     if spec is None:
-        result.no_prediction = "The model of a spec is not observed. Pass the spec by --config."
+        result.no_prediction = "An X-ray does not see the model. Add `--config SPEC`."
         return result
     result.findings += compare_with_spec(job, spec)
     exact = derive(spec, load_facts(spec, allow_import=allow_import, is_quiet=True)).exact

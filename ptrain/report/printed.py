@@ -116,7 +116,7 @@ def sparse_mapping(spec: Spec) -> dict[str, Any]:
     }
     leaves = [route for route, _ in iter_leaves((), mapping) if route[0] not in _STATED]
     # From the last key, sections first: a preset comes before the sizes that follow from it. The
-    # family is the first, because the options of a shape are those that differ from it.
+    # family is the first, because a shape has only the options that differ from it.
     routes = {leaf[:size]: 0 for leaf in leaves[::-1] for size in range(1, len(leaf) + 1)}
     for route in sorted(routes, key=lambda route: route[-1] != "family"):
         trial = copy.deepcopy(mapping)

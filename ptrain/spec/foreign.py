@@ -458,7 +458,7 @@ class _Converter:
         batch = [self.settings.get(("batch", key), 1) for key in ("global", "micro", "accumulate")]
         if not self.tool.get("counts_batch") or not all(isinstance(n, int) and n for n in batch):
             return 0
-        if ("batch", "micro") not in self.settings:
+        if not {("batch", "global"), ("batch", "micro")} <= self.settings.keys():
             return 0
         others = math.prod(n for axis, n in mesh.items() if axis not in DATA_NAMES)
         return int(batch[0] // (batch[1] * batch[2])) * others

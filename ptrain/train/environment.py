@@ -249,4 +249,7 @@ def metrics_port() -> int:
     Raises:
         ValueError: The variable is no number.
     """
-    return int(os.environ.get("PTRAIN_METRICS_PORT", "9464"))
+    text = os.environ.get("PTRAIN_METRICS_PORT", "9464")
+    if not text.isdecimal():
+        raise ValueError(f"PTRAIN_METRICS_PORT is {text!r}. Set it to the number of a free port")
+    return int(text)

@@ -291,14 +291,12 @@ class CheckpointSaver:
         """
         self._check(step)
         self.finish()
-        pending = begin_save(self._program, self._parent, step, self._exchange)
-        if pending is None:
-            LOG.info("checkpoint  %s", display_path(self._parent / manifest.folder_name(step)))
-        elif self._copy_state is None:
-            self._write(pending, self._exchange)
-        else:
+        if self._copy_state is None:
+            path = save_checkpoint(self._program, self._parent, step, self._exchange)
+            self._conclude_save(path)
+        elif pending := begin_save(self._program, self._parent, step, self._exchange):
             copied = replace(pending, state=self._copy_state(pending.state))
-            self._writing = self._thread.submit(self._write, copied, self._of_thread)
+            self._writing = self._thread.submit(self._write_copy, copied)
             self._writing.add_done_callback(self._stop_if_failed)
 
     @property
@@ -325,11 +323,15 @@ class CheckpointSaver:
         if self.is_idle:  # the thread uses its exchange
             self._of_thread.close()
 
-    def _write(self, pending: PendingCheckpoint, exchange: Exchange) -> None:
-        """Write a checkpoint, and remove older ones."""
+    def _write_copy(self, pending: PendingCheckpoint) -> None:
+        """Write a checkpoint, in the thread."""
         with suppress_single_process_warning():
-            write_checkpoint(pending, exchange)
-        LOG.info("checkpoint  %s", display_path(pending.final))
+            write_checkpoint(pending, self._of_thread)
+        self._conclude_save(pending.final)
+
+    def _conclude_save(self, path: Path) -> None:
+        """Print the path of a complete checkpoint, and remove older ones."""
+        LOG.info("checkpoint  %s", display_path(path))
         remove_older(self._program, self._parent)
 
     def _stop_if_failed(self, writing: Future[None]) -> None:

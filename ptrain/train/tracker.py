@@ -250,7 +250,12 @@ class Prometheus:
         self._checkpoints = RunFolder(run.folder).checkpoints
         handler = partial(_MetricsHandler, self._text)
         # A loopback address: other machines cannot connect, and Prometheus needs no password here.
-        self._server = ThreadingHTTPServer(("127.0.0.1", environment.metrics_port()), handler)
+        port = environment.metrics_port()
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        except OSError as error:
+            text = f"port {port}: {error.strerror}. Set PTRAIN_METRICS_PORT to a free port"
+            raise OSError(text) from error
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return ""
 
@@ -285,7 +290,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the figures, or 404 for another path."""
-        is_known = self.path == "/metrics"
+        is_known = self.path.partition("?")[0] == "/metrics"
         body = self._text().encode() if is_known else b"See /metrics.\n"
         self.send_response(200 if is_known else 404)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")

@@ -79,7 +79,7 @@ def _find_repeated_reductions(job: Inference) -> Iterator[Finding]:
 
 
 def _find_idle_parameters(job: Inference) -> Iterator[Finding]:
-    """Yield findings on parameters without gradient, and on those that no optimizer updates."""
+    """Yield findings on parameters that get no gradient, or that no optimizer updates."""
     held = [t for seen in job.observations for t in seen.tensors]
     received = {t.name for t in held if t.state is State.GRADIENTS}
     parameters = [t for t in held if t.state is State.PARAMETERS and t.is_trained]
@@ -229,10 +229,10 @@ def compare_with_spec(job: Inference, spec: Spec) -> Iterator[Finding]:
             f"A step has {with_noun(job.accumulation or 0, 'micro-batch')}; the spec has "
             f"{spec.batch.accumulate}.",
         )
-    reduced = job.moved_dtype(State.GRADIENTS)
+    moved = job.moved_dtype(State.GRADIENTS)
     meant = _TORCH_NAMES.get(str(spec.precision.effective_layout.reduced))
-    if meant and reduced not in (NONE, meant):
-        yield Finding("spec-dtype", f"Gradients are reduced in {reduced}; the spec has {meant}.")
+    if meant and moved not in (NONE, meant):
+        yield Finding("spec-dtype", f"Gradients are reduced in {moved}; the spec has {meant}.")
 
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)

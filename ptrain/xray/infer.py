@@ -3,21 +3,21 @@
 The mesh axes are found from the process groups: a family is a set of disjoint groups of one form
 that covers all ranks, and the axes are the smallest families that a mesh names or that move
 training state. A tensor is replicated over an axis if all ranks of a group hold equal bytes, and
-sharded if its layout says so, its shapes differ, or it exists on some of the ranks only. The kind
-of an axis follows from the collectives over it. Where evidence is missing or contradicts itself,
-the answer is `unknown`.
+sharded if its layout declares it, its shapes differ, or it exists on some of the ranks only. The
+kind of an axis follows from the collectives over it. Where evidence is missing or contradicts
+itself, the answer is `unknown`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import combinations
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.spec.placement import in_any_block
-from ptrain.units import group_by_key
+from ptrain.units import group_by_key, sum_by_key
 from ptrain.xray.observation import CallFact, Observation, TensorFact
 
 UNKNOWN, NONE = "unknown", "none"
@@ -77,7 +77,7 @@ class StateComparison:
         sharded_bytes: Bytes of tensors that a layout shards, or whose shapes differ.
         absent: Bytes of tensors that only some ranks of a group hold.
         differing: Bytes of tensors of equal name and shape whose values differ.
-        flat: Those of them that only an optimizer has: flat partitions and master copies.
+        flat: Bytes of the differing tensors that only an optimizer has (flat partitions, masters).
         equal: Bytes of tensors that are equal on all ranks.
         pending: Bytes of tensors with a pending reduction.
     """
@@ -364,21 +364,13 @@ class Inference:
 
     def dtype_of(self, state: State) -> str:
         """Return the dtype with the most bytes of a state, `none` if no rank holds any."""
-        sizes = Counter[str]()
-        for seen in self.observations:
-            for tensor in seen.tensors:
-                if tensor.state is state and "float" in tensor.dtype:
-                    sizes[tensor.dtype] += tensor.nbytes
-        return sizes.most_common(1)[0][0] if sizes else NONE
+        held = (tensor for seen in self.observations for tensor in seen.tensors)
+        return _largest_dtype((t.dtype, t.nbytes) for t in held if t.state is state)
 
     def moved_dtype(self, state: State) -> str:
         """Return the dtype in which a state is communicated, `none` without such calls."""
-        sizes = Counter[str]()
-        for seen in self.observations:
-            for call in seen.calls:
-                if call.state is state and "float" in call.dtype:
-                    sizes[call.dtype] += call.payload_bytes
-        return sizes.most_common(1)[0][0] if sizes else NONE
+        calls = (call for seen in self.observations for call in seen.calls)
+        return _largest_dtype((c.dtype, c.payload_bytes) for c in calls if c.state is state)
 
     @property
     def accumulation(self) -> int | None:
@@ -386,6 +378,12 @@ class Inference:
         counts = {(seen.forwards, seen.backwards) for seen in self.observations}
         forwards, backwards = counts.pop() if len(counts) == 1 else (None, None)
         return backwards if forwards == backwards else None
+
+
+def _largest_dtype(sizes: Iterable[tuple[str, int]]) -> str:
+    """Return the real dtype with the most bytes, `none` without one."""
+    total = sum_by_key((dtype, size) for dtype, size in sizes if "float" in dtype)
+    return max(total, key=total.__getitem__, default=NONE)
 
 
 def _compare_tensor(

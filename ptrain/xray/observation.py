@@ -7,7 +7,7 @@ observation may also be written by hand or by fake ranks.
 Rules of the format:
 
 - Bytes are integers, seconds are floats, ranks are global ranks, dtypes are torch's names
-  (`float32`). Names of states, phases and collectives are those of a result record.
+  (`float32`). Names of states, phases and collectives are as in a result record.
 - Keys are added, never renamed. A missing key has its default.
 - A group is identified by its ranks. Groups of one rank are left out.
 - A fact that was not measured is missing or None, and `unknown` has the reason.

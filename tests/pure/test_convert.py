@@ -155,7 +155,7 @@ def test_a_config_becomes_the_spec_of_its_placement(name, tmp_path):
 
 
 def keys_of_text(name: str, text: str) -> list[str]:
-    """Return the keys of a file, by other readers than those of `convert`."""
+    """Return the keys of a file, by readers that `convert` does not use."""
     if name.endswith(".sh"):
         command = text.partition("torchrun")
         return re.findall(r"--([a-z_\d-]+)", command[0] + command[2].partition("pretrain")[0])

@@ -74,24 +74,24 @@ def modes(job: Inference) -> list[tuple[str, ...]]:
     return [(axis.label, axis.kind, *axis.modes) for axis in job.axes]
 
 
-def reduced(ranks: Sequence[int] = (0, 1), **more: Any) -> CallFact:
+def reduction(ranks: Sequence[int] = (0, 1), **more: Any) -> CallFact:
     return call(ranks, Collective.ALL_REDUCE, State.GRADIENTS, BACKWARD, sent_bytes=64, **more)
 
 
 def ddp(rank: int, **facts: Any) -> Observation:
-    return rank_of(rank, **{"tensors": tensors(), "calls": (reduced(),)} | facts)
+    return rank_of(rank, **{"tensors": tensors(), "calls": (reduction(),)} | facts)
 
 
 def codes(*observations: Observation) -> list[str]:
     return [finding.code for finding in infer_xray(list(observations)).findings]
 
 
-def compared(observations: Sequence[Observation], *words: str) -> list[str]:
+def compare_axes(observations: Sequence[Observation], *words: str) -> list[str]:
     spec = load(words[0], words[1:]).spec
     return [finding.code for finding in compare_with_spec(Inference(observations), spec)]
 
 
-def sharded(rank: int, gathered: str = "float32", **facts: Any) -> Observation:
+def sharded_rank(rank: int, gathered: str = "float32", **facts: Any) -> Observation:
     """A rank of FSDP2."""
     calls = (
         call((0, 1), Collective.ALL_GATHER, State.PARAMETERS, FORWARD, dtype=gathered),
@@ -106,11 +106,11 @@ def test_equal_bytes_with_reduced_gradients_are_data_parallelism():
 
 
 def test_shards_that_are_gathered_for_use_are_zero_3():
-    assert modes(of_all(sharded)) == [("world", "data", "S*", "S", "S", "R")]
+    assert modes(of_all(sharded_rank)) == [("world", "data", "S*", "S", "S", "R")]
 
 
 def test_shards_that_are_gathered_in_another_dtype_are_master_copies():
-    job = of_all(lambda rank: sharded(rank, "bfloat16"))
+    job = of_all(lambda rank: sharded_rank(rank, "bfloat16"))
     assert modes(job) == [("world", "data", "M", "S", "S", "R")]
 
 
@@ -180,14 +180,14 @@ def test_flat_gradients_are_sharded_unless_full_ones_may_be_held(held, mode):
 
 def test_exchanged_tokens_with_equal_weights_are_context_parallelism():
     exchange = call((0, 1), Collective.ALL_TO_ALL, State.ACTIVATIONS, FORWARD)
-    job = of_all(lambda rank: ddp(rank, calls=(reduced(), exchange)))
+    job = of_all(lambda rank: ddp(rank, calls=(reduction(), exchange)))
     assert modes(job) == [("world", "context", "R", "R", "R", "S")]
 
 
 def test_gathered_activations_over_a_data_axis_leave_its_kind_unknown():
     """Synchronized norms, a loss over all samples and context parallelism look the same."""
     gather = call((0, 1), Collective.ALL_GATHER, State.ACTIVATIONS, FORWARD)
-    job = of_all(lambda rank: ddp(rank, calls=(reduced(), gather)))
+    job = of_all(lambda rank: ddp(rank, calls=(reduction(), gather)))
     assert modes(job) == [("world", "unknown", "R", "R", "R", "unknown")]
 
 
@@ -238,7 +238,7 @@ def test_groups_without_names_are_axes_if_they_move_state():
         inner = (number // 2 * 2, number // 2 * 2 + 1)
         held = tensors(f"part {number % 2}")
         calls = (
-            reduced((number % 2, number % 2 + 2)),
+            reduction((number % 2, number % 2 + 2)),
             call(inner, Collective.ALL_REDUCE, State.ACTIVATIONS, FORWARD),
         )
         return mesh_of_four(number, "", "", tensors=held, calls=calls)
@@ -251,7 +251,7 @@ def test_groups_without_names_are_axes_if_they_move_state():
 
 def test_ranks_that_no_group_separates_form_the_remaining_axis():
     def rank(number: int) -> Observation:
-        seen = mesh_of_four(number, "", "tp", tensors=tensors(), calls=(reduced((0, 1, 2, 3)),))
+        seen = mesh_of_four(number, "", "tp", tensors=tensors(), calls=(reduction((0, 1, 2, 3)),))
         return replace(seen, groups=tuple(g for g in seen.groups if g.axis or len(g.ranks) == 4))
 
     assert [axis.ranks for axis in of_all(rank, 4).axes] == [((0, 2), (1, 3)), ((0, 1), (2, 3))]
@@ -259,7 +259,7 @@ def test_ranks_that_no_group_separates_form_the_remaining_axis():
 
 def test_a_mesh_whose_gradients_are_reduced_over_tp_is_named():
     def rank(number: int) -> Observation:
-        calls = (reduced((0, 1, 2, 3)),)
+        calls = (reduction((0, 1, 2, 3)),)
         return mesh_of_four(number, "dp", "tp", tensors=tensors(), calls=calls)
 
     found = infer_xray([rank(number) for number in range(4)]).findings
@@ -269,7 +269,7 @@ def test_a_mesh_whose_gradients_are_reduced_over_tp_is_named():
 
 def test_an_axis_without_collectives_is_named():
     def rank(number: int) -> Observation:
-        calls = (reduced((number % 2, number % 2 + 2)),)
+        calls = (reduction((number % 2, number % 2 + 2)),)
         return mesh_of_four(number, "dp", "cp", tensors=tensors(), calls=calls)
 
     found = infer_xray([rank(number) for number in range(4)]).findings
@@ -287,7 +287,7 @@ def test_a_job_that_only_averages_its_loss_shares_no_state():
 
 
 def test_an_all_reduce_in_every_micro_batch_is_named_with_its_bytes():
-    calls = tuple(reduced(micro_batch=number) for number in range(3))
+    calls = tuple(reduction(micro_batch=number) for number in range(3))
     ranks = [ddp(rank, calls=calls, forwards=3, backwards=3) for rank in range(2)]
     (finding,) = infer_xray(ranks).findings
     assert finding.code == "accumulation-reduces"
@@ -295,7 +295,7 @@ def test_an_all_reduce_in_every_micro_batch_is_named_with_its_bytes():
 
 
 def test_an_all_reduce_in_the_last_micro_batch_is_no_finding():
-    calls = (reduced(micro_batch=2),)
+    calls = (reduction(micro_batch=2),)
     assert not codes(*(ddp(rank, calls=calls, forwards=3, backwards=3) for rank in range(2)))
 
 
@@ -333,9 +333,9 @@ def test_equal_inputs_on_a_data_axis_are_named():
 
 def test_replicated_optimizer_state_of_sharded_parameters_is_named():
     def rank(number: int) -> Observation:
-        shards = [t for t in sharded(number).tensors if t.state is not State.OPTIMIZER]
+        shards = [t for t in sharded_rank(number).tensors if t.state is not State.OPTIMIZER]
         state = [t for t in tensors() if t.state is State.OPTIMIZER]
-        return sharded(number, tensors=(*shards, *state))
+        return sharded_rank(number, tensors=(*shards, *state))
 
     assert codes(rank(0), rank(1)) == ["optimizer-replicated"]
 
@@ -343,21 +343,21 @@ def test_replicated_optimizer_state_of_sharded_parameters_is_named():
 @pytest.mark.parametrize(("gathered", "size"), [("float32", 64), ("bfloat16", 32)])
 def test_a_unit_that_stays_gathered_is_named_with_its_bytes(gathered, size):
     unit = WrapperFact(kind="FSDP2", ranks=(0, 1), nbytes=32, reshards=False)
-    ranks = [sharded(rank, gathered, wrappers=(unit,)) for rank in range(2)]
+    ranks = [sharded_rank(rank, gathered, wrappers=(unit,)) for rank in range(2)]
     (finding,) = infer_xray(ranks).findings
     assert f"{size} B stay all-gathered" in finding.text
 
 
 def test_a_job_equals_the_spec_of_its_placement_and_differs_from_others():
-    ranks = [sharded(rank) for rank in range(2)]
-    assert not compared(ranks, "zero3", "batch.global=4")
-    assert "spec-placement" in compared(ranks, "ddp", "batch.global=4")
-    assert "spec-axis" in compared(ranks, "tp", "batch.global=4", "mesh.tp=4")
+    ranks = [sharded_rank(rank) for rank in range(2)]
+    assert not compare_axes(ranks, "zero3", "batch.global=4")
+    assert "spec-placement" in compare_axes(ranks, "ddp", "batch.global=4")
+    assert "spec-axis" in compare_axes(ranks, "tp", "batch.global=4", "mesh.tp=4")
 
 
 def test_gradients_in_another_dtype_than_the_spec_are_named():
-    ranks = [sharded(rank, "bfloat16") for rank in range(2)]
-    assert compared(ranks, "fsdp-mixed", "batch.global=4") == ["spec-dtype"]
+    ranks = [sharded_rank(rank, "bfloat16") for rank in range(2)]
+    assert compare_axes(ranks, "fsdp-mixed", "batch.global=4") == ["spec-dtype"]
 
 
 def test_the_record_has_the_placement_by_state():
@@ -371,7 +371,7 @@ def test_the_record_has_the_placement_by_state():
 
 
 def test_the_spec_of_the_same_placement_is_written():
-    text = infer_xray([sharded(0), sharded(1)]).spec
+    text = infer_xray([sharded_rank(0), sharded_rank(1)]).spec
     assert "mesh: {dp_shard: 2}" in text
     assert "dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}" in text
 
