@@ -571,3 +571,12 @@ def test_each_pair_of_the_page_is_what_convert_writes(pair, tmp_path):
     assert plain_placement(got) == plain_placement(wanted)
     assert (got.precision, got.sync) == (wanted.precision, wanted.sync)
     assert got.activations == wanted.activations and got.batch.micro == wanted.batch.micro
+
+
+def test_a_file_without_a_number_of_devices_is_rejected_and_not_one_device(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}')
+    assert main(["convert", str(file), "--model", "llama3-8b"]) == 2
+    assert "the file has no number of devices" in capsys.readouterr().err
+    assert main(["convert", str(file), "--model", "llama3-8b", "--devices", "8"]) == 0
+    assert "dp_shard: 8" in capsys.readouterr().out

@@ -461,3 +461,10 @@ def test_an_error_of_the_meters_ends_the_watch_and_not_the_job(tmp_path):
     counter.write_status()
     (status,) = (json.loads(path.read_text()) for path in tmp_path.iterdir())
     assert status["error"] == "ZeroDivisionError: division by zero" and status["steps"] == 2
+
+
+def test_a_missing_separator_before_the_command_is_named(capsys):
+    assert main(["xray", "torchrun", "--nproc-per-node", "2", "train.py"]) == 2
+    assert "Write the command of the job after `--`" in capsys.readouterr().err
+    assert main(["xray", "--frist", "4", "python", "train.py"]) == 2
+    assert "Did you mean `--first`?" in capsys.readouterr().err
